@@ -1,0 +1,258 @@
+"""Configuration as frozen data: one dataclass a section, gathered in `TrainConfig`.
+
+A config is plain data (numbers, strings, tuples, paths as strings), JSON both ways. Every field carries its help text,
+range and unit, from which command-line flags, node widgets and tables are made. Reading and checking live in
+`config_io.py` and `config_rules.py`; a config never changes after it was checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+FORMAT_VERSION = 1
+
+PARTS = ("unet", "te1", "te2")
+
+
+def option(
+    default: Any,
+    help: str,  # noqa: A002 - the word that argparse and node schemas use too
+    *,
+    min: float | None = None,  # noqa: A002
+    max: float | None = None,  # noqa: A002
+    choices: tuple[Any, ...] = (),
+    unit: str = "",
+    advanced: bool = False,
+) -> Any:
+    """A field with its default and what a person needs to know about it."""
+    metadata = {"help": help, "min": min, "max": max, "choices": choices, "unit": unit, "advanced": advanced}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    path: str = option("", "base model: an SDXL .safetensors file, a diffusers folder, or the word 'toy'")
+    vae: str | None = option(None, "another VAE: a file or folder")
+    config_dir: str | None = option(None, "folder with config JSONs and tokenizers that override the detected ones", advanced=True)
+    prediction_type: str = option("auto", "what the model predicts", choices=("auto", "epsilon", "v"))
+    zero_terminal_snr: str = option("auto", "whether the noise schedule ends in pure noise", choices=("auto", "true", "false"), advanced=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    rank: int = option(16, "rank of every adapter", min=1, max=1024)
+    alpha: float | None = option(None, "scale = alpha / rank; unset means rank / 2", min=0.0)
+    unet_rank: int | None = option(None, "rank in the UNet; unset = rank, 0 = not trained", min=0, max=1024, advanced=True)
+    te1_rank: int | None = option(None, "rank in text encoder 1; unset = rank, 0 = not trained", min=0, max=1024, advanced=True)
+    te2_rank: int | None = option(None, "rank in text encoder 2; unset = rank, 0 = not trained", min=0, max=1024, advanced=True)
+    unet_alpha: float | None = option(None, "alpha in the UNet; unset = the same share of the rank", min=0.0, advanced=True)
+    te1_alpha: float | None = option(None, "alpha in text encoder 1", min=0.0, advanced=True)
+    te2_alpha: float | None = option(None, "alpha in text encoder 2", min=0.0, advanced=True)
+    conv_rank: int = option(0, "rank for the 3x3 convolutions of the UNet; 0 = linear and 1x1 layers only", min=0, max=1024)
+    conv_alpha: float | None = option(None, "alpha for the 3x3 convolutions; unset = the same share of the rank", min=0.0, advanced=True)
+    dropout: float = option(0.0, "neuron dropout after lora_down", min=0.0, max=0.99)
+    rank_dropout: float = option(0.0, "dropout of whole ranks", min=0.0, max=0.99, advanced=True)
+    module_dropout: float = option(0.0, "dropout of whole modules", min=0.0, max=0.99, advanced=True)
+    max_norm: float = option(0.0, "scale an adapter down when its weight norm passes this; 0 = off", min=0.0, advanced=True)
+    weights: str | None = option(None, "LoRA file to start from (warm start)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    path: str = option("", "folder of pictures with caption files, or of kohya 'N_name' folders")
+    prior_path: str | None = option(None, "folder of prior (regularisation) pictures")
+    prior_loss_weight: float = option(1.0, "loss weight of prior pictures", min=0.0, max=100.0)
+    resolution: tuple[int, int] | None = option(None, "training size (width, height); unset = the model's own", unit="px")
+    batch_size: int = option(1, "pictures in one micro-batch", min=1, max=1024)
+    repeats: int = option(1, "times every picture is seen in an epoch", min=1, max=100000)
+    recursive: bool = option(False, "also look into sub-folders")
+    caption_extensions: tuple[str, ...] = option((".txt", ".caption"), "endings of caption files, first found wins")
+    default_caption: str = option("", "caption of pictures that have none")
+    caption_prefix: str = option("", "text before every caption")
+    caption_suffix: str = option("", "text after every caption")
+    caption_encoding: str | None = option(None, "encoding of caption files without a byte-order mark; unset = UTF-8", advanced=True)
+    shuffle_caption: bool = option(False, "shuffle the tags of a caption")
+    keep_tokens: int = option(0, "tags at the front that stay in place", min=0)
+    caption_separator: str = option(",", "what separates tags", advanced=True)
+    caption_dropout: float = option(0.0, "share of samples trained with an empty caption", min=0.0, max=1.0)
+    tag_dropout: float = option(0.0, "share of tags left out", min=0.0, max=1.0, advanced=True)
+    max_token_length: int = option(75, "longest caption the text encoders see", choices=(75, 150, 225), unit="tokens")
+    flip: bool = option(False, "mirror half of the samples")
+    background: str = option("white", "colour laid under transparent pictures")
+    strict: bool = option(False, "refuse the whole set when one picture is bad")
+    cache_dir: str | None = option(None, "folder of the latent and text caches; unset = in the data set's folder", advanced=True)
+    cache_text: str = option("auto", "cache text-encoder outputs; auto = when no text encoder is trained", choices=("auto", "true", "false"), advanced=True)
+    workers: int = option(1, "processes that decode pictures while latents are cached; 0 = none", min=0, max=64, advanced=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketConfig:
+    enabled: bool = option(True, "group pictures by aspect ratio instead of cropping all to one size")
+    min_size: int | None = option(None, "shortest bucket side; unset = a quarter of the model's size", min=8, unit="px")
+    max_size: int | None = option(None, "longest bucket side; unset = twice the model's size", min=8, unit="px")
+    step: int | None = option(None, "bucket sides are multiples of this; unset = 64, or 8 for tiny models", min=8, unit="px")
+    upscale: bool = option(True, "allow small pictures to be enlarged")
+    max_aspect_ratio: float = option(8.0, "pictures more extreme than this are left out, and named", min=1.0, advanced=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    loss: str = option("l2", "elementwise loss", choices=("l2", "l1", "huber", "smooth_l1"))
+    huber_c: float = option(0.1, "Huber threshold", min=1e-6, advanced=True)
+    huber_schedule: str = option("snr", "how the Huber threshold follows the timestep", choices=("snr", "exponential", "constant"), advanced=True)
+    huber_scale: float = option(1.0, "factor on the Huber threshold (not used by the snr schedule, as in kohya)", min=1e-6, advanced=True)
+    min_snr_gamma: float | None = option(None, "min-SNR weighting (Hang et al. 2023); 5 is usual", min=0.0)
+    debiased_estimation: bool = option(False, "debiased estimation weighting", advanced=True)
+    noise_offset: float = option(0.0, "offset noise", min=0.0, max=1.0)
+    multires_noise_iterations: int = option(0, "pyramid noise levels", min=0, max=16, advanced=True)
+    multires_noise_discount: float = option(0.3, "pyramid noise discount", min=0.0, max=1.0, advanced=True)
+    ip_noise_gamma: float = option(0.0, "input perturbation", min=0.0, max=1.0, advanced=True)
+    min_timestep: int = option(0, "lowest training timestep", min=0, max=999, advanced=True)
+    max_timestep: int = option(1000, "training timesteps end before this", min=1, max=1000, advanced=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    type: str = option("adamw", "optimizer", choices=("adamw",))
+    learning_rate: float = option(1e-4, "learning rate", min=0.0, max=10.0)
+    unet_lr: float | None = option(None, "learning rate of the UNet; unset = learning_rate, 0 = not trained", min=0.0, max=10.0)
+    te1_lr: float | None = option(0.0, "learning rate of text encoder 1; unset = learning_rate, 0 = not trained", min=0.0, max=10.0)
+    te2_lr: float | None = option(0.0, "learning rate of text encoder 2; unset = learning_rate, 0 = not trained", min=0.0, max=10.0)
+    beta1: float = option(0.9, "AdamW beta1", min=0.0, max=0.9999, advanced=True)
+    beta2: float = option(0.999, "AdamW beta2", min=0.0, max=0.99999, advanced=True)
+    eps: float = option(1e-8, "AdamW epsilon", min=1e-16, max=1.0, advanced=True)
+    weight_decay: float = option(0.01, "AdamW weight decay", min=0.0, max=10.0, advanced=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    type: str = option("constant", "learning-rate schedule", choices=("constant", "linear", "cosine", "cosine_with_restarts"))
+    warmup_steps: float = option(0.0, "applied steps of linear warm-up; below 1 = share of the run", min=0.0)
+    cycles: int = option(1, "restarts of cosine_with_restarts", min=1, max=1000)
+    min_lr_ratio: float = option(0.0, "the schedule never falls below this share of the learning rate", min=0.0, max=1.0, advanced=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    compute: str = option("auto", "number format of forward and backward", choices=("auto", "fp32", "bf16", "fp16"))
+    initial_loss_scale: float = option(65536.0, "first fp16 loss scale", min=1.0, advanced=True)
+    loss_scale_growth_interval: int = option(2000, "applied steps without overflow before the loss scale doubles", min=1, advanced=True)
+    max_rejected_steps: int = option(8, "rejected steps in a row that end the run", min=1, max=1000, advanced=True)
+    gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, about a third slower")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientConfig:
+    accumulation: int = option(1, "micro-batches in one step", min=1, max=4096)
+    max_norm: float = option(1.0, "clip the global gradient norm to this; 0 = off", min=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every_steps: int = option(0, "steps between checkpoints; 0 = only at the end and on stop", min=0)
+    every_minutes: float = option(10.0, "minutes between checkpoints; 0 = by steps only", min=0.0)
+    keep_last: int = option(3, "checkpoints kept", min=1)
+    lora_every_steps: int = option(0, "steps between exported LoRA files; 0 = only at the end and on stop", min=0)
+    save_precision: str = option("fp32", "number format of exported LoRA files", choices=("fp32", "fp16", "bf16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    every_steps: int = option(0, "steps between validations; 0 = at start and end only", min=0)
+    split: float = option(0.1, "share of the pictures held out", min=0.0, max=0.9)
+    max_pictures: int = option(16, "pictures of the validation set at most", min=1, max=10000)
+    bands: int = option(4, "fixed noise levels a picture, spread over the whole range", min=1, max=64)
+    enabled: bool = option(True, "measure a stable validation loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewConfig:
+    prompts: tuple[str, ...] = option((), "prompts with kohya's flags (--n --w --h --s --l --d --ss)")
+    prompt_file: str | None = option(None, "text file with one prompt a line")
+    every_steps: int = option(0, "steps between previews; 0 = at start and end only", min=0)
+    at_start: bool = option(True, "also make previews before the first step")
+    sampler: str = option("euler", "sampler", choices=("euler", "euler_a", "dpmpp_2m", "ddim"))
+    steps: int = option(25, "sampling steps", min=1, max=1000)
+    guidance: float = option(6.0, "classifier-free guidance scale", min=0.0, max=100.0)
+    width: int | None = option(None, "width; unset = the model's own", min=8, unit="px")
+    height: int | None = option(None, "height; unset = the model's own", min=8, unit="px")
+    negative: str = option("", "negative prompt")
+    seed: int = option(0, "seed of the first preview", min=0, max=2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    output_dir: str = option("output", "folder for results")
+    output_name: str = option("lora", "name of the LoRA file")
+    max_train_steps: int | None = option(None, "steps of the run; unset = max_train_epochs", min=1)
+    max_train_epochs: int | None = option(None, "epochs of the run, when max_train_steps is unset", min=1)
+    seed: int | None = option(None, "seed of all draws; unset = drawn once, printed and stored", min=0, max=2**63 - 1)
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetadataConfig:
+    title: str = option("", "title in the LoRA file", advanced=True)
+    author: str = option("", "author in the LoRA file", advanced=True)
+    description: str = option("", "description in the LoRA file", advanced=True)
+    license: str = option("", "licence in the LoRA file", advanced=True)
+    tags: str = option("", "tags in the LoRA file", advanced=True)
+    trigger_phrase: str = option("", "trigger words in the LoRA file", advanced=True)
+    comment: str = option("", "comment in the LoRA file", advanced=True)
+    minimal: bool = option(False, "write no captions, folder names or data-set statistics into the LoRA file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The whole config of a run; sections are `[model] [lora] ...` in TOML."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    bucket: BucketConfig = field(default_factory=BucketConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    gradient: GradientConfig = field(default_factory=GradientConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    preview: PreviewConfig = field(default_factory=PreviewConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    metadata: MetadataConfig = field(default_factory=MetadataConfig)
+
+
+SECTIONS: dict[str, type] = {
+    f.name: f.default_factory for f in fields(TrainConfig) if is_dataclass(f.default_factory)  # type: ignore[misc]
+}
+
+
+def part_rate(optimizer: OptimizerConfig, part: str) -> float:
+    """Learning rate of `part` ("unet", "te1", "te2"): its own, or `learning_rate` when unset. 0 = not trained."""
+    own = getattr(optimizer, f"{part}_lr")
+    return optimizer.learning_rate if own is None else own
+
+
+def part_rank(lora: LoraConfig, part: str) -> int:
+    """Rank of `part`: its own, or `rank` when unset. 0 = not trained."""
+    own = getattr(lora, f"{part}_rank")
+    return lora.rank if own is None else own
+
+
+def part_alpha(lora: LoraConfig, part: str) -> float:
+    """Alpha of `part`: its own, else the same share of its rank as `alpha` is of `rank` (default one half)."""
+    own = getattr(lora, f"{part}_alpha")
+    return part_rank(lora, part) * alpha_share(lora) if own is None else own
+
+
+def alpha_share(lora: LoraConfig) -> float:
+    """alpha / rank of the run; one half unless set."""
+    return 0.5 if lora.alpha is None else lora.alpha / lora.rank
+
+
+def trained_parts(config: TrainConfig) -> tuple[str, ...]:
+    """The parts that are trained: learning rate and rank both above 0."""
+    return tuple(
+        part for part in PARTS if part_rate(config.optimizer, part) > 0 and part_rank(config.lora, part) > 0
+    )

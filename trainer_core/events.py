@@ -1,0 +1,241 @@
+"""What a run says about itself: event types, their JSON form, and the bus that carries them.
+
+Events are frozen dataclasses with JSON-safe fields only. On the wire (design section 2) an event is
+`{v, seq, type, run_id, step, time, data}`, one UTF-8 line, without NaN: a non-finite number becomes null and its name
+is listed under `nonfinite`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+WIRE_VERSION = 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events. `step` is the absolute step (0 before the first)."""
+
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    total_steps: int
+    parts: tuple[str, ...]
+    device: str
+    precision: str
+    pictures: int
+    resumed_from: str | None = None
+    config_hash: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseChanged(Event):
+    """`phase`: loading, scanning, caching, training, validating, previewing, saving, finishing."""
+
+    phase: str
+    done: int = 0
+    total: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFinished(Event):
+    """An applied step. `grad_norm` is the unscaled norm before clipping; memory in GiB; times in seconds."""
+
+    applied: int
+    epoch: int
+    loss: float
+    loss_avg: float
+    grad_norm: float
+    lr: dict[str, float]
+    loss_scale: float
+    rejected_steps: int
+    samples_per_second: float
+    seconds: float
+    eta_seconds: float
+    vram_gib: float
+    clipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRejected(Event):
+    """A step whose update was discarded. `culprits` are parameter names; `samples` picture files."""
+
+    applied: int
+    epoch: int
+    reason: str
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    rejected_steps: int
+    in_a_row: int
+    culprits: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict(Event):
+    kind: str
+    where: str = ""
+    sentence: str = ""
+    severity: str = "info"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervention(Event):
+    action: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationFinished(Event):
+    """`bands`: mean loss of each fixed noise band, low noise first."""
+
+    validation_loss: float
+    bands: tuple[float, ...]
+    pictures: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewReady(Event):
+    file: str
+    prompt: str
+    index: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    name: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSaved(Event):
+    """`proof`: what was checked after writing, in words; `final`: the run's result."""
+
+    file: str
+    bytes: int
+    proof: str
+    final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryState(Event):
+    peak_allocated: int
+    current_reserved: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned(Event):
+    """Something the user should know that does not stop the run. `topic` groups repeats."""
+
+    topic: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    checkpoint: str
+    attempt: int
+    differences: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat(Event):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ack(Event):
+    """Answer to command `id`."""
+
+    id: str
+    cmd: str
+    ok: bool
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    """`status`: finished, stopped or failed. Paths are relative to the run folder where they lie in it."""
+
+    status: str
+    message: str
+    applied: int
+    rejected: int
+    lora: str | None = None
+    checkpoint: str | None = None
+    seconds: float = 0.0
+
+
+EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in Event.__subclasses__()}
+
+
+def json_safe(value: Any, name: str, nonfinite: list[str]) -> Any:
+    """`value` with tuples as lists and non-finite floats as None; their names are appended to `nonfinite`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        nonfinite.append(name)
+        return None
+    if isinstance(value, dict):
+        return {str(key): json_safe(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item, f"{name}.{i}", nonfinite) for i, item in enumerate(value)]
+    return value
+
+
+def to_wire(event: Event, *, seq: int, run_id: str, now: float | None = None) -> dict[str, Any]:
+    """The JSON object of `event`; `now` is Unix time in seconds."""
+    nonfinite: list[str] = []
+    data = {f.name: json_safe(getattr(event, f.name), f.name, nonfinite) for f in fields(event) if f.name != "step"}
+    if nonfinite:
+        data["nonfinite"] = nonfinite
+    return {
+        "v": WIRE_VERSION,
+        "seq": seq,
+        "type": type(event).__name__,
+        "run_id": run_id,
+        "step": event.step,
+        "time": time.time() if now is None else now,
+        "data": data,
+    }
+
+
+Subscriber = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class EventBus:
+    """Carries events to subscribers, synchronously. A subscriber that raises is logged once and detached."""
+
+    run_id: str
+    seq: int = 0
+    _subscribers: list[Subscriber] = field(default_factory=list)
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        self._subscribers.append(subscriber)
+
+    def emit(self, event: Event) -> dict[str, Any]:
+        """Number the event, hand it to every subscriber, and return its wire form. Never raises."""
+        self.seq += 1
+        wire = to_wire(event, seq=self.seq, run_id=self.run_id)
+        for subscriber in tuple(self._subscribers):
+            try:
+                subscriber(wire)
+            except Exception:
+                log.exception("an event subscriber failed on %s and is detached", wire["type"])
+                self._subscribers.remove(subscriber)
+        return wire
