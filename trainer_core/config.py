@@ -34,27 +34,45 @@ def option(
 class ModelConfig:
     path: str = option("", "base model: an SDXL .safetensors file, a diffusers folder, or the word 'toy'")
     vae: str | None = option(None, "another VAE: a file or folder")
-    config_dir: str | None = option(None, "folder with config JSONs and tokenizers that override the detected ones", advanced=True)
+    config_dir: str | None = option(
+        None, "folder with config JSONs and tokenizers that override the detected ones", advanced=True
+    )
     prediction_type: str = option("auto", "what the model predicts", choices=("auto", "epsilon", "v"))
-    zero_terminal_snr: str = option("auto", "whether the noise schedule ends in pure noise", choices=("auto", "true", "false"), advanced=True)
+    zero_terminal_snr: str = option(
+        "auto", "whether the noise schedule ends in pure noise", choices=("auto", "true", "false"), advanced=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     rank: int = option(16, "rank of every adapter", min=1, max=1024)
     alpha: float | None = option(None, "scale = alpha / rank; unset means rank / 2", min=0.0)
-    unet_rank: int | None = option(None, "rank in the UNet; unset = rank, 0 = not trained", min=0, max=1024, advanced=True)
-    te1_rank: int | None = option(None, "rank in text encoder 1; unset = rank, 0 = not trained", min=0, max=1024, advanced=True)
-    te2_rank: int | None = option(None, "rank in text encoder 2; unset = rank, 0 = not trained", min=0, max=1024, advanced=True)
-    unet_alpha: float | None = option(None, "alpha in the UNet; unset = the same share of the rank", min=0.0, advanced=True)
+    unet_rank: int | None = option(
+        None, "rank in the UNet; unset = rank, 0 = not trained", min=0, max=1024, advanced=True
+    )
+    te1_rank: int | None = option(
+        None, "rank in text encoder 1; unset = rank, 0 = not trained", min=0, max=1024, advanced=True
+    )
+    te2_rank: int | None = option(
+        None, "rank in text encoder 2; unset = rank, 0 = not trained", min=0, max=1024, advanced=True
+    )
+    unet_alpha: float | None = option(
+        None, "alpha in the UNet; unset = the same share of the rank", min=0.0, advanced=True
+    )
     te1_alpha: float | None = option(None, "alpha in text encoder 1", min=0.0, advanced=True)
     te2_alpha: float | None = option(None, "alpha in text encoder 2", min=0.0, advanced=True)
-    conv_rank: int = option(0, "rank for the 3x3 convolutions of the UNet; 0 = linear and 1x1 layers only", min=0, max=1024)
-    conv_alpha: float | None = option(None, "alpha for the 3x3 convolutions; unset = the same share of the rank", min=0.0, advanced=True)
+    conv_rank: int = option(
+        0, "rank for the 3x3 convolutions of the UNet; 0 = linear and 1x1 layers only", min=0, max=1024
+    )
+    conv_alpha: float | None = option(
+        None, "alpha for the 3x3 convolutions; unset = the same share of the rank", min=0.0, advanced=True
+    )
     dropout: float = option(0.0, "neuron dropout after lora_down", min=0.0, max=0.99)
     rank_dropout: float = option(0.0, "dropout of whole ranks", min=0.0, max=0.99, advanced=True)
     module_dropout: float = option(0.0, "dropout of whole modules", min=0.0, max=0.99, advanced=True)
-    max_norm: float = option(0.0, "scale an adapter down when its weight norm passes this; 0 = off", min=0.0, advanced=True)
+    max_norm: float = option(
+        0.0, "scale an adapter down when its weight norm passes this; 0 = off", min=0.0, advanced=True
+    )
     weights: str | None = option(None, "LoRA file to start from (warm start)")
 
 
@@ -63,7 +81,9 @@ class DatasetConfig:
     path: str = option("", "folder of pictures with caption files, or of kohya 'N_name' folders")
     prior_path: str | None = option(None, "folder of prior (regularisation) pictures")
     prior_loss_weight: float = option(1.0, "loss weight of prior pictures", min=0.0, max=100.0)
-    resolution: tuple[int, int] | None = option(None, "training size (width, height); unset = the model's own", unit="px")
+    resolution: tuple[int, int] | None = option(
+        None, "training size (width, height); unset = the model's own", unit="px"
+    )
     batch_size: int = option(1, "pictures in one micro-batch", min=1, max=1024)
     repeats: int = option(1, "times every picture is seen in an epoch", min=1, max=100000)
     recursive: bool = option(False, "also look into sub-folders")
@@ -71,7 +91,9 @@ class DatasetConfig:
     default_caption: str = option("", "caption of pictures that have none")
     caption_prefix: str = option("", "text before every caption")
     caption_suffix: str = option("", "text after every caption")
-    caption_encoding: str | None = option(None, "encoding of caption files without a byte-order mark; unset = UTF-8", advanced=True)
+    caption_encoding: str | None = option(
+        None, "encoding of caption files without a byte-order mark; unset = UTF-8", advanced=True
+    )
     shuffle_caption: bool = option(False, "shuffle the tags of a caption")
     keep_tokens: int = option(0, "tags at the front that stay in place", min=0)
     caption_separator: str = option(",", "what separates tags", advanced=True)
@@ -81,9 +103,18 @@ class DatasetConfig:
     flip: bool = option(False, "mirror half of the samples")
     background: str = option("white", "colour laid under transparent pictures")
     strict: bool = option(False, "refuse the whole set when one picture is bad")
-    cache_dir: str | None = option(None, "folder of the latent and text caches; unset = in the data set's folder", advanced=True)
-    cache_text: str = option("auto", "cache text-encoder outputs; auto = when no text encoder is trained", choices=("auto", "true", "false"), advanced=True)
-    workers: int = option(1, "processes that decode pictures while latents are cached; 0 = none", min=0, max=64, advanced=True)
+    cache_dir: str | None = option(
+        None, "folder of the latent and text caches; unset = in the data set's folder", advanced=True
+    )
+    cache_text: str = option(
+        "auto",
+        "cache text-encoder outputs; auto = when no text encoder is trained",
+        choices=("auto", "true", "false"),
+        advanced=True,
+    )
+    workers: int = option(
+        1, "processes that decode pictures while latents are cached; 0 = none", min=0, max=64, advanced=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +122,25 @@ class BucketConfig:
     enabled: bool = option(True, "group pictures by aspect ratio instead of cropping all to one size")
     min_size: int | None = option(None, "shortest bucket side; unset = a quarter of the model's size", min=8, unit="px")
     max_size: int | None = option(None, "longest bucket side; unset = twice the model's size", min=8, unit="px")
-    step: int | None = option(None, "bucket sides are multiples of this; unset = 64, or 8 for tiny models", min=8, unit="px")
+    step: int | None = option(
+        None, "bucket sides are multiples of this; unset = 64, or 8 for tiny models", min=8, unit="px"
+    )
     upscale: bool = option(True, "allow small pictures to be enlarged")
-    max_aspect_ratio: float = option(8.0, "pictures more extreme than this are left out, and named", min=1.0, advanced=True)
+    max_aspect_ratio: float = option(
+        8.0, "pictures more extreme than this are left out, and named", min=1.0, advanced=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     loss: str = option("l2", "elementwise loss", choices=("l2", "l1", "huber", "smooth_l1"))
     huber_c: float = option(0.1, "Huber threshold", min=1e-6, advanced=True)
-    huber_schedule: str = option("snr", "how the Huber threshold follows the timestep", choices=("snr", "exponential", "constant"), advanced=True)
-    huber_scale: float = option(1.0, "factor on the Huber threshold (not used by the snr schedule, as in kohya)", min=1e-6, advanced=True)
+    huber_schedule: str = option(
+        "snr", "how the Huber threshold follows the timestep", choices=("snr", "exponential", "constant"), advanced=True
+    )
+    huber_scale: float = option(
+        1.0, "factor on the Huber threshold (not used by the snr schedule, as in kohya)", min=1e-6, advanced=True
+    )
     min_snr_gamma: float | None = option(None, "min-SNR weighting (Hang et al. 2023); 5 is usual", min=0.0)
     debiased_estimation: bool = option(False, "debiased estimation weighting", advanced=True)
     noise_offset: float = option(0.0, "offset noise", min=0.0, max=1.0)
@@ -116,9 +155,15 @@ class ObjectiveConfig:
 class OptimizerConfig:
     type: str = option("adamw", "optimizer", choices=("adamw",))
     learning_rate: float = option(1e-4, "learning rate", min=0.0, max=10.0)
-    unet_lr: float | None = option(None, "learning rate of the UNet; unset = learning_rate, 0 = not trained", min=0.0, max=10.0)
-    te1_lr: float | None = option(0.0, "learning rate of text encoder 1; unset = learning_rate, 0 = not trained", min=0.0, max=10.0)
-    te2_lr: float | None = option(0.0, "learning rate of text encoder 2; unset = learning_rate, 0 = not trained", min=0.0, max=10.0)
+    unet_lr: float | None = option(
+        None, "learning rate of the UNet; unset = learning_rate, 0 = not trained", min=0.0, max=10.0
+    )
+    te1_lr: float | None = option(
+        0.0, "learning rate of text encoder 1; unset = learning_rate, 0 = not trained", min=0.0, max=10.0
+    )
+    te2_lr: float | None = option(
+        0.0, "learning rate of text encoder 2; unset = learning_rate, 0 = not trained", min=0.0, max=10.0
+    )
     beta1: float = option(0.9, "AdamW beta1", min=0.0, max=0.9999, advanced=True)
     beta2: float = option(0.999, "AdamW beta2", min=0.0, max=0.99999, advanced=True)
     eps: float = option(1e-8, "AdamW epsilon", min=1e-16, max=1.0, advanced=True)
@@ -127,17 +172,23 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    type: str = option("constant", "learning-rate schedule", choices=("constant", "linear", "cosine", "cosine_with_restarts"))
+    type: str = option(
+        "constant", "learning-rate schedule", choices=("constant", "linear", "cosine", "cosine_with_restarts")
+    )
     warmup_steps: float = option(0.0, "applied steps of linear warm-up; below 1 = share of the run", min=0.0)
     cycles: int = option(1, "restarts of cosine_with_restarts", min=1, max=1000)
-    min_lr_ratio: float = option(0.0, "the schedule never falls below this share of the learning rate", min=0.0, max=1.0, advanced=True)
+    min_lr_ratio: float = option(
+        0.0, "the schedule never falls below this share of the learning rate", min=0.0, max=1.0, advanced=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     compute: str = option("auto", "number format of forward and backward", choices=("auto", "fp32", "bf16", "fp16"))
     initial_loss_scale: float = option(65536.0, "first fp16 loss scale", min=1.0, advanced=True)
-    loss_scale_growth_interval: int = option(2000, "applied steps without overflow before the loss scale doubles", min=1, advanced=True)
+    loss_scale_growth_interval: int = option(
+        2000, "applied steps without overflow before the loss scale doubles", min=1, advanced=True
+    )
     max_rejected_steps: int = option(8, "rejected steps in a row that end the run", min=1, max=1000, advanced=True)
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, about a third slower")
 
@@ -224,7 +275,9 @@ class TrainConfig:
 
 
 SECTIONS: dict[str, type] = {
-    f.name: f.default_factory for f in fields(TrainConfig) if is_dataclass(f.default_factory)  # type: ignore[misc]
+    f.name: f.default_factory
+    for f in fields(TrainConfig)
+    if is_dataclass(f.default_factory)  # type: ignore[misc]
 }
 
 
@@ -253,6 +306,4 @@ def alpha_share(lora: LoraConfig) -> float:
 
 def trained_parts(config: TrainConfig) -> tuple[str, ...]:
     """The parts that are trained: learning rate and rank both above 0."""
-    return tuple(
-        part for part in PARTS if part_rate(config.optimizer, part) > 0 and part_rank(config.lora, part) > 0
-    )
+    return tuple(part for part in PARTS if part_rate(config.optimizer, part) > 0 and part_rank(config.lora, part) > 0)

@@ -50,21 +50,15 @@ class Draws:
         )
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest.digest(), "little")))
 
-    def normal(
-        self, epoch: int, sample: str, purpose: str, shape: Sequence[int], index: int = 0
-    ) -> torch.Tensor:
+    def normal(self, epoch: int, sample: str, purpose: str, shape: Sequence[int], index: int = 0) -> torch.Tensor:
         """Standard normal float32 tensor of `shape` on the CPU."""
         return _as_tensor(self.generator(epoch, sample, purpose, index).standard_normal(tuple(shape), np.float32))
 
-    def uniform(
-        self, epoch: int, sample: str, purpose: str, shape: Sequence[int] = (), index: int = 0
-    ) -> torch.Tensor:
+    def uniform(self, epoch: int, sample: str, purpose: str, shape: Sequence[int] = (), index: int = 0) -> torch.Tensor:
         """Uniform float32 tensor of `shape` in [0, 1) on the CPU."""
         return _as_tensor(self.generator(epoch, sample, purpose, index).random(tuple(shape), np.float32))
 
-    def integer(
-        self, low: int, high_exclusive: int, epoch: int, sample: str, purpose: str, index: int = 0
-    ) -> int:
+    def integer(self, low: int, high_exclusive: int, epoch: int, sample: str, purpose: str, index: int = 0) -> int:
         """One integer in [low, high_exclusive)."""
         return int(self.generator(epoch, sample, purpose, index).integers(low, high_exclusive))
 
