@@ -1,0 +1,219 @@
+"""The LoRA network: all adapters of a model, by name, and what the trainer does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..config import LoraConfig, alpha_share, part_alpha, part_rank
+from ..draws import Draws
+from ..errors import AdapterError
+from .dropout import DropoutDraws, DropoutRates
+from .initial import keyed_down
+from .lora import DropoutContext, LoraModule
+from .targets import PART_LABELS, Target, find_targets, ordered_parts, part_root
+
+if TYPE_CHECKING:
+    from ..models import SDXLModel
+
+LAYER_KEYS = ("alpha", "lora_down.weight", "lora_up.weight")
+"""What a file holds for every module, in kohya's order."""
+
+
+class LoraNetwork:
+    """Adapters of the parts that are trained. Made by `create_network`; attached until `detach`."""
+
+    def __init__(self, modules: Sequence[LoraModule], context: DropoutContext | None = None) -> None:
+        self.modules: dict[str, LoraModule] = {module.name: module for module in modules}
+        if len(self.modules) != len(modules):
+            raise AdapterError("Two layers of the model would get the same name in the LoRA file.")
+        self._context = context or DropoutContext()
+        self._container = nn.ModuleDict(self.modules)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Parts that have adapters, in file order."""
+        return tuple(dict.fromkeys(module.part for module in self.modules.values()))
+
+    @property
+    def container(self) -> nn.ModuleDict:
+        """All adapters as one torch module (for wrappers that need one)."""
+        return self._container
+
+    @property
+    def multiplier(self) -> float:
+        return next(iter(self.modules.values())).multiplier if self.modules else 1.0
+
+    def set_multiplier(self, multiplier: float) -> None:
+        """Strength of all adapters; 0 computes the base model alone."""
+        for module in self.modules.values():
+            module.multiplier = float(multiplier)
+
+    def set_draws(self, draws: DropoutDraws | None) -> None:
+        """Name the samples of the micro-batch that is computed next; adapter dropout needs to know."""
+        self._context.current = draws
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All trained weights as (`<kohya name>.lora_down.weight`, parameter)."""
+        yield from self._container.named_parameters()
+
+    def parameters_of(self, part: str) -> dict[str, nn.Parameter]:
+        """Trained weights of one part ("unet", "te1", "te2")."""
+        return {
+            f"{name}.{key}": parameter
+            for name, module in self.modules.items()
+            if module.part == part
+            for key, parameter in module.named_parameters()
+        }
+
+    def train(self, mode: bool = True) -> LoraNetwork:
+        """Turn adapter dropout on (training) or off."""
+        self._container.train(mode)
+        return self
+
+    def eval(self) -> LoraNetwork:
+        return self.train(False)
+
+    def to(self, device: torch.device | str) -> LoraNetwork:
+        """Move the adapters; their number format stays float32."""
+        self._container.to(device)
+        return self
+
+    def attach(self) -> None:
+        """Put all adapters on their layers. Does nothing where they already are."""
+        for module in self.modules.values():
+            module.attach()
+
+    def detach(self) -> None:
+        """Take all adapters off; the base model is then as it was, bit for bit."""
+        for module in self.modules.values():
+            module.detach()
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """The base model alone inside the block."""
+        self.detach()
+        try:
+            yield
+        finally:
+            self.attach()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of all tensors under kohya's keys, float32 on the CPU, alpha as 0-dim tensors."""
+        state: dict[str, torch.Tensor] = {}
+        for name, module in self.modules.items():
+            tensors = module.state_dict()
+            for key in LAYER_KEYS:
+                state[f"{name}.{key}"] = tensors[key].detach().to("cpu", torch.float32, copy=True)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Take over weights and alphas (the scale follows alpha).
+
+        Raises:
+            AdapterError: keys are missing or left over (with `strict`), or a shape differs; nothing is changed then.
+        """
+        wanted = {f"{name}.{key}" for name in self.modules for key in LAYER_KEYS}
+        missing, unknown = wanted - state.keys(), state.keys() - wanted
+        if strict and (missing or unknown):
+            raise AdapterError(_mismatch_text(missing, unknown, len(wanted)))
+        self._check_shapes(state)
+        with torch.no_grad():
+            for name, module in self.modules.items():
+                for key, parameter in module.named_parameters():
+                    if (value := state.get(f"{name}.{key}")) is not None:
+                        parameter.copy_(value)
+                if (alpha := state.get(f"{name}.alpha")) is not None:
+                    module.set_alpha(float(alpha))
+
+    def _check_shapes(self, state: Mapping[str, torch.Tensor]) -> None:
+        for key, parameter in self.named_parameters():
+            if key in state and state[key].shape != parameter.shape:
+                raise AdapterError(
+                    f"'{key}' has the shape {tuple(state[key].shape)}, the network needs {tuple(parameter.shape)}. "
+                    "The weights were made with another rank or for another model."
+                )
+
+
+def create_network(
+    model: SDXLModel, config: LoraConfig, *, trained_parts: Sequence[str], seed: int
+) -> LoraNetwork:
+    """Make the adapters of `trained_parts`, attach them and switch them to training mode.
+
+    The base model is frozen (`requires_grad` off) as a whole. Parts of rank 0 get no adapters. First weights are keyed
+    by module name, so they do not depend on which other modules are trained.
+
+    Raises:
+        AdapterError: a part that was asked for has no layer that can be adapted, or nothing is left to train.
+    """
+    context = DropoutContext()
+    rates = DropoutRates(neuron=config.dropout, rank=config.rank_dropout, module=config.module_dropout)
+    for root in (model.unet, *model.text_encoders):
+        root.requires_grad_(False)
+    # ComfyUI runs nodes under inference mode, in which new tensors could never be trained.
+    with torch.inference_mode(False):
+        modules = [
+            _create_module(target, config, rates, context)
+            for part in ordered_parts(trained_parts)
+            for target in _targets_of_part(model, config, part)
+        ]
+        if not modules:
+            raise AdapterError(
+                f"There is nothing to train: of the parts {list(trained_parts)} none has a rank above 0. "
+                "Set rank, unet_rank, te1_rank or te2_rank."
+            )
+        network = LoraNetwork(modules, context)
+        initialise(network, seed)
+    network.train()
+    network.attach()
+    return network
+
+
+def initialise(network: LoraNetwork, seed: int) -> None:
+    """Give all adapters their first weights: down from a draw keyed by the module's name, up zero."""
+    draws = Draws(seed)
+    with torch.no_grad():
+        for name, module in network.modules.items():
+            nn.init.zeros_(module.lora_up.weight)
+            if module.lora_down.weight.device.type != "meta":
+                module.lora_down.weight.copy_(keyed_down(draws, name, module.lora_down.weight.shape))
+
+
+def _targets_of_part(model: SDXLModel, config: LoraConfig, part: str) -> list[Target]:
+    if part_rank(config, part) == 0:
+        return []
+    targets = find_targets(part_root(model, part), part, conv=part == "unet" and config.conv_rank > 0)
+    if not targets:
+        raise AdapterError(
+            f"{PART_LABELS[part]} has no layer that an adapter fits on: none of its "
+            f"{sum(1 for _ in part_root(model, part).modules())} modules is a linear or convolution layer at one of "
+            "SDXL's places. Is this an SDXL model?"
+        )
+    return targets
+
+
+def _create_module(
+    target: Target, config: LoraConfig, rates: DropoutRates, context: DropoutContext
+) -> LoraModule:
+    if target.part == "unet" and target.is_wide_conv:
+        rank = config.conv_rank
+        alpha = rank * alpha_share(config) if config.conv_alpha is None else config.conv_alpha
+    else:
+        rank, alpha = part_rank(config, target.part), part_alpha(config, target.part)
+    return LoraModule(target, rank, alpha, rates=rates, context=context)
+
+
+def _mismatch_text(missing: set[str], unknown: set[str], count: int) -> str:
+    def sample(keys: set[str]) -> str:
+        return ", ".join(sorted(keys)[:3]) + (" ..." if len(keys) > 3 else "")
+
+    lines = [f"The weights do not fit the network, which holds {count} tensors."]
+    if missing:
+        lines.append(f"{len(missing)} are missing: {sample(missing)}.")
+    if unknown:
+        lines.append(f"{len(unknown)} have no place in it: {sample(unknown)}.")
+    return " ".join(lines)
