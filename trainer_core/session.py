@@ -1,0 +1,223 @@
+"""What a run does around its steps: checkpoints, exported files, validation, previews, commands, and the way out.
+
+Order when several are due after one step: checkpoint, LoRA file, validation, preview. A save is never lost to a
+preview that runs out of memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import TrainConfig
+from .errors import AdapterError, ResourceError
+from .events import (
+    Ack,
+    CheckpointSaved,
+    EventBus,
+    LoraSaved,
+    PhaseChanged,
+    PreviewReady,
+    ValidationFinished,
+    Warned,
+)
+
+if TYPE_CHECKING:
+    from .checkpoints import CheckpointStore, RunState
+    from .runs import Commands, RunFolder
+    from .trainer import Trainer
+    from .validation import PreviewPrompt, StableValidation, ValidationResult
+
+log = logging.getLogger(__name__)
+
+_PAUSE_POLL_S = 0.2
+
+
+@dataclass
+class Session:
+    """The surroundings of one `Trainer`.
+
+    Args:
+        capture: makes the whole run state for a checkpoint.
+        export: writes the adapter to a path and returns (bytes, proof in words).
+        final_lora: where the result goes; decided when the run was created.
+    """
+
+    folder: RunFolder
+    config: TrainConfig
+    bus: EventBus
+    commands: Commands
+    store: CheckpointStore
+    capture: Callable[[], RunState]
+    export: Callable[[Path, int], tuple[int, str]]
+    final_lora: Path
+    validation: StableValidation | None
+    prompts: list[PreviewPrompt]
+    preview: Callable[[int], None]
+    trainer: Trainer | None = None
+    resumed_from: str | None = None
+    validation_history: list[dict[str, Any]] = field(default_factory=list)
+    _last_checkpoint_time: float = field(default_factory=time.monotonic)
+    _last_checkpoint_step: int = -1
+    _validated_step: int = -1
+    _previewed_step: int = -1
+
+    def should_stop(self) -> bool:
+        """Polled between micro-batches and inside long loops; blocks while the run is paused."""
+        self._answer_commands()
+        return self.commands.stop_requested
+
+    def before_training(self, step: int) -> None:
+        """Validation and previews of the untrained state; not repeated on resume."""
+        if step == 0:
+            self.validate(step)
+            if self.config.preview.at_start:
+                self.make_previews(step)
+
+    def after_step(self, step: int) -> None:
+        """Everything that is due after `step`."""
+        config = self.config
+        self._answer_commands()
+        if _due(step, config.checkpoint.every_steps) or self._minutes_due():
+            self.save_checkpoint(step)
+        if _due(step, config.checkpoint.lora_every_steps):
+            self.save_lora(step)
+        if _due(step, config.validation.every_steps):
+            self.validate(step)
+        if _due(step, config.preview.every_steps):
+            self.make_previews(step)
+
+    def save_checkpoint(self, step: int) -> str | None:
+        """Write a checkpoint; a failed write is said aloud and leaves the older ones and the training going."""
+        if step == self._last_checkpoint_step:
+            return self.store.name(step)
+        self.bus.emit(PhaseChanged(step=step, phase="saving", detail="checkpoint"))
+        started = time.monotonic()
+        try:
+            saved = self.store.save(self.capture(), step)
+        except (OSError, ResourceError) as error:
+            self._warn(step, "checkpoint", f"The checkpoint of step {step} could not be written: {error}")
+            return None
+        finally:
+            self._last_checkpoint_time = time.monotonic()
+        self._last_checkpoint_step = step
+        self.bus.emit(
+            CheckpointSaved(step=step, name=saved.name, bytes=saved.bytes, seconds=time.monotonic() - started)
+        )
+        self.store.prune(self.config.checkpoint.keep_last, protect={self.resumed_from} - {None})
+        return saved.name
+
+    def save_lora(self, step: int, path: Path | None = None, *, final: bool = False) -> Path | None:
+        """Export the adapter and prove the file.
+
+        Raises:
+            AdapterError: the file does not hold what it should, or the adapter does nothing.
+        """
+        name = f"{self.config.run.output_name}-step{step:08d}.safetensors"
+        target = path or self.folder.loras / name
+        try:
+            size, proof = self.export(target, step)
+        except (OSError, ResourceError) as error:
+            self._warn(step, "save", f"The LoRA file {target} could not be written: {error}")
+            return None
+        self.bus.emit(LoraSaved(step=step, file=self.shown(target), bytes=size, proof=proof, final=final))
+        return target
+
+    def validate(self, step: int) -> ValidationResult | None:
+        """Measure the stable validation loss and keep it in the run's history."""
+        if self.validation is None or self._validated_step == step:
+            return None
+        self.bus.emit(PhaseChanged(step=step, phase="validating"))
+        result = self.validation.run(should_stop=self.should_stop)
+        if result is None:
+            return None
+        self._validated_step = step
+        self.validation_history.append({"step": step, "mean": result.mean, "bands": list(result.bands)})
+        self.bus.emit(
+            ValidationFinished(
+                step=step,
+                validation_loss=result.mean,
+                bands=tuple(result.bands),
+                pictures=result.pictures,
+                seconds=result.seconds,
+            )
+        )
+        return result
+
+    def make_previews(self, step: int) -> None:
+        """Sample the preview prompts. Whatever goes wrong is reported and never ends the run."""
+        if not self.prompts or self._previewed_step == step:
+            return
+        self.bus.emit(PhaseChanged(step=step, phase="previewing", total=len(self.prompts)))
+        self._previewed_step = step
+        self.preview(step)
+
+    def preview_ready(self, step: int, file: Path, prompt: str, index: int, seed: int) -> None:
+        self.bus.emit(PreviewReady(step=step, file=self.shown(file), prompt=prompt, index=index, seed=seed))
+
+    def finish(self, step: int, status: str) -> tuple[str | None, Path | None]:
+        """The way out of a run that is healthy: checkpoint, LoRA; after a full run also validation and previews.
+
+        Returns the checkpoint's name and the LoRA's path.
+        """
+        applied = 0 if self.trainer is None else self.trainer.state.applied
+        checkpoint = self.save_checkpoint(step) if step > 0 else None
+        if applied == 0:
+            if status == "finished":
+                raise AdapterError(
+                    f"The run ended after {step} steps without a single applied one, so there is nothing to save. "
+                    "Every step was rejected; the log names why."
+                )
+            return checkpoint, None
+        target = self.final_lora if status == "finished" else None
+        lora = self.save_lora(step, target, final=status == "finished")
+        if status == "finished":
+            self.validate(step)
+            self.make_previews(step)
+        return checkpoint, lora
+
+    def shown(self, path: Path) -> str:
+        """`path` as events and the record hold it: relative to the run folder where it lies inside."""
+        try:
+            return path.relative_to(self.folder.path).as_posix()
+        except ValueError:
+            return str(path)
+
+    def _answer_commands(self) -> None:
+        while True:
+            for command in self.commands.poll():
+                self._answer(command.id, command.cmd)
+            if not self.commands.paused or self.commands.stop_requested:
+                return
+            time.sleep(_PAUSE_POLL_S)
+
+    def _answer(self, command_id: str, cmd: str) -> None:
+        """Save and preview act on the state after the last decided step; micro-batches under way do not change it."""
+        step = 0 if self.trainer is None else self.trainer.state.step
+        message = ""
+        if cmd == "save":
+            saved = self.save_checkpoint(step) if step > 0 else None
+            message = f"saved {saved}" if saved else "nothing to save before the first step"
+            if self.trainer is not None and self.trainer.state.applied > 0:
+                self.save_lora(step)
+        elif cmd == "preview":
+            self._previewed_step = -1
+            self.make_previews(step)
+            message = "" if self.prompts else "the run has no preview prompts"
+        self.bus.emit(Ack(step=step, id=command_id, cmd=cmd, ok=True, message=message))
+
+    def _minutes_due(self) -> bool:
+        minutes = self.config.checkpoint.every_minutes
+        return minutes > 0 and time.monotonic() - self._last_checkpoint_time >= minutes * 60
+
+    def _warn(self, step: int, topic: str, message: str) -> None:
+        log.warning("%s", message)
+        self.bus.emit(Warned(step=step, topic=topic, message=message))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
