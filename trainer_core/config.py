@@ -112,6 +112,28 @@ class DatasetConfig:
         choices=("auto", "true", "false"),
         advanced=True,
     )
+    caption_dropout_every_n_epochs: int = option(
+        0, "every n-th epoch is trained with empty captions; 0 = off", min=0, advanced=True
+    )
+    wildcards: bool = option(False, "train one line of a caption file, with one word of each {a|b|c}", advanced=True)
+    keep_tokens_separator: str = option("", "mark between tags that stay and tags that move, e.g. |||", advanced=True)
+    secondary_separator: str = option("", "separator inside groups of tags that stay together", advanced=True)
+    token_warmup_min: int = option(1, "tags used at the start of a token warm-up", min=0, advanced=True)
+    token_warmup_step: float = option(
+        0.0, "applied steps until all tags are used; below 1 = share of the run, 0 = off", min=0.0, advanced=True
+    )
+    compat: str = option(
+        "none",
+        "whose caption rules and prior balance to follow to the letter",
+        choices=("none", "kohya"),
+        advanced=True,
+    )
+    interpolation: str = option(
+        "lanczos",
+        "how pictures are scaled",
+        choices=("lanczos", "bicubic", "bilinear", "box", "hamming", "nearest"),
+        advanced=True,
+    )
     workers: int = option(
         1, "processes that decode pictures while latents are cached; 0 = none", min=0, max=64, advanced=True
     )
@@ -126,6 +148,12 @@ class BucketConfig:
         None, "bucket sides are multiples of this; unset = 64, or 8 for tiny models", min=8, unit="px"
     )
     upscale: bool = option(True, "allow small pictures to be enlarged")
+    crop_values: str = option(
+        "letterbox",
+        "crop offsets told to the model: kohya's letterbox margins, or the pixels really cut",
+        choices=("letterbox", "true"),
+        advanced=True,
+    )
     max_aspect_ratio: float = option(
         8.0, "pictures more extreme than this are left out, and named", min=1.0, advanced=True
     )
