@@ -28,6 +28,8 @@ from .events import (
 
 if TYPE_CHECKING:
     from .checkpoints import CheckpointStore, RunState
+    from .networks.export import ExportedLora
+    from .resume import RunIdentity
     from .runs import Commands, RunFolder
     from .trainer import Trainer
     from .validation import PreviewPrompt, StableValidation, ValidationResult
@@ -43,7 +45,7 @@ class Session:
 
     Args:
         capture: makes the whole run state for a checkpoint.
-        export: writes the adapter to a path and returns (bytes, proof in words).
+        export: writes the adapter of a step to a path and proves the file.
         final_lora: where the result goes; decided when the run was created.
     """
 
@@ -53,7 +55,8 @@ class Session:
     commands: Commands
     store: CheckpointStore
     capture: Callable[[], RunState]
-    export: Callable[[Path, int], tuple[int, str]]
+    export: Callable[[Path, int], ExportedLora]
+    identity: RunIdentity
     final_lora: Path
     validation: StableValidation | None
     prompts: list[PreviewPrompt]
@@ -120,11 +123,21 @@ class Session:
         name = f"{self.config.run.output_name}-step{step:08d}.safetensors"
         target = path or self.folder.loras / name
         try:
-            size, proof = self.export(target, step)
+            exported = self.export(target, step)
         except (OSError, ResourceError) as error:
             self._warn(step, "save", f"The LoRA file {target} could not be written: {error}")
             return None
-        self.bus.emit(LoraSaved(step=step, file=self.shown(target), bytes=size, proof=proof, final=final))
+        for note in exported.notes:
+            self._warn(step, "save", note)
+        self.bus.emit(
+            LoraSaved(
+                step=step,
+                file=self.shown(target),
+                bytes=exported.saved.size,
+                proof=exported.proof.text,
+                final=final,
+            )
+        )
         return target
 
     def validate(self, step: int) -> ValidationResult | None:

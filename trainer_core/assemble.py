@@ -1,0 +1,327 @@
+"""Put a run together: scan, load, cache, adapters, optimizer, and the state to go on from."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .config import TrainConfig, trained_parts
+from .data import BatchLoader, BatchPlan, Item, LatentCache, ScanReport, TextCache, scan_dataset
+from .device import choose_compute, choose_device
+from .draws import Draws
+from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
+from .export import Exporter
+from .models import SDXLModel, inspect_model, load_sdxl
+from .networks import LoraNetwork, create_network, warm_start
+from .objective import NoiseSchedule, Objective
+from .optim import Precision, build_optimizer
+from .resume import RunIdentity, capture_state, restore_state
+from .session import Session
+from .trainer import Trainer, TrainerParts
+from .validation import Holdout, PreviewPrompt, StableValidation, choose_holdout, make_previews, read_prompts
+from .validation.prompts import size_rule
+
+if TYPE_CHECKING:
+    from .checkpoints import CheckpointStore
+    from .runs import Commands, RunDatabase, RunFolder
+    from .validation import PreviewResult
+
+log = logging.getLogger(__name__)
+
+_MOST_WARNINGS = 50
+
+
+@dataclass
+class Assembly:
+    session: Session
+    trainer: Trainer
+
+
+class Stopped(Exception):
+    """A stop was asked for before training began."""
+
+
+def assemble(
+    folder: RunFolder,
+    stored: dict[str, Any],
+    config: TrainConfig,
+    *,
+    bus: EventBus,
+    commands: Commands,
+    database: RunDatabase,
+) -> Assembly | None:
+    """Everything up to the first step. None when a stop was asked for on the way.
+
+    Raises:
+        TrainerError: something the user can act on (data, model, device, checkpoint, settings).
+    """
+    try:
+        return _Assembler(folder, stored, config, bus, commands, database).assemble()
+    except Stopped:
+        return None
+
+
+class _Assembler:
+    def __init__(
+        self,
+        folder: RunFolder,
+        stored: dict[str, Any],
+        config: TrainConfig,
+        bus: EventBus,
+        commands: Commands,
+        database: RunDatabase,
+    ) -> None:
+        self.folder = folder
+        self.stored = stored
+        self.config = config
+        self.bus = bus
+        self.commands = commands
+        self.database = database
+        self.device = choose_device(config.run.device)
+        self.compute = choose_compute(config.precision.compute, self.device)
+        assert config.run.seed is not None, "create_run draws the seed"
+        self.draws = Draws(config.run.seed)
+        self.parts = trained_parts(config)
+
+    def assemble(self) -> Assembly:
+        report = self._scan()
+        holdout = choose_holdout(report.items, self.config.validation, self.draws)
+        plan = BatchPlan(holdout.training, self.config.dataset.batch_size, self.draws)
+        self._warn("validation", holdout.reason)
+        model = self._load()
+        latents, texts = self._cache(model, report, holdout)
+        loader = BatchLoader(plan, latents, texts, self.config.dataset)
+        network = self._network(model)
+        objective = self._objective(model)
+        optimizer = build_optimizer(
+            {part: network.parameters_of(part) for part in network.parts}, self.config.optimizer
+        )
+        precision = Precision(self.config.precision, self.compute, self.device)
+        parts = TrainerParts(model, network, optimizer, precision, objective, plan, loader, self.device)
+        session, trainer = self._session(parts, report, holdout, latents, texts)
+        self._resume(session, trainer, report)
+        self._announce(session, trainer, report)
+        return Assembly(session, trainer)
+
+    def _scan(self) -> ScanReport:
+        info = inspect_model(self.config.model.path)
+        self._phase("scanning")
+        report = scan_dataset(
+            self.config.dataset,
+            self.config.bucket,
+            info.native_size,
+            progress=lambda done, total, file: self._phase("scanning", done, total, file),
+            should_stop=self._stop_asked,
+        )
+        self._check_stop()
+        for line in report.problem_lines()[:_MOST_WARNINGS]:
+            self._warn("data", line)
+        hidden = len(report.problem_lines()) - _MOST_WARNINGS
+        if hidden > 0:
+            self._warn("data", f"{hidden} more problems are listed by `safe-scaler scan {self.config.dataset.path}`.")
+        return report
+
+    def _load(self) -> SDXLModel:
+        self._phase("loading", detail=self.config.model.path)
+        wanted = self.config.model
+        terminal: Any = {"auto": "auto", "true": True, "false": False}[wanted.zero_terminal_snr]
+        model = load_sdxl(
+            wanted.path,
+            vae=wanted.vae,
+            config_dir=wanted.config_dir,
+            dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.compute],
+            device=self.device,
+            prediction_type=wanted.prediction_type,
+            zero_terminal_snr=terminal,
+        )
+        for note in model.notes:
+            self._warn("model", note)
+        self._check_stop()
+        return model
+
+    def _cache(
+        self, model: SDXLModel, report: ScanReport, holdout: Holdout[Item]
+    ) -> tuple[LatentCache, TextCache | None]:
+        self._phase("caching", total=len(report.items))
+        folder = _cache_folder(self.config)
+        latents = LatentCache(folder, model.vae, model.fingerprints["vae"], self.config.dataset)
+        latents.ensure(
+            report.items,
+            progress=lambda done, total, file: self._phase("caching", done, total, file),
+            should_stop=self._stop_asked,
+        )
+        self._check_stop()
+        texts = None
+        if self._texts_are_cached():
+            texts = TextCache(folder, model, self.config.dataset.max_token_length)
+            captions = sorted({item.caption for item in report.items} | {""})
+            texts.ensure(captions, should_stop=self._stop_asked)
+            self._check_stop()
+        return latents, texts
+
+    def _texts_are_cached(self) -> bool:
+        """Cached unless a text encoder is trained or captions differ from epoch to epoch."""
+        if self.config.dataset.cache_text != "auto":
+            return self.config.dataset.cache_text == "true"
+        varied = self.config.dataset.shuffle_caption or self.config.dataset.tag_dropout > 0
+        return not varied and not {"te1", "te2"} & set(self.parts)
+
+    def _network(self, model: SDXLModel) -> LoraNetwork:
+        assert self.config.run.seed is not None
+        network = create_network(model, self.config.lora, trained_parts=self.parts, seed=self.config.run.seed)
+        if self.config.lora.weights:
+            self._warn("network", warm_start(network, self.config.lora.weights))
+        network.to(self.device)
+        if self.config.precision.gradient_checkpointing:
+            model.set_gradient_checkpointing(True)
+        return network
+
+    def _objective(self, model: SDXLModel) -> Objective:
+        schedule = NoiseSchedule(prediction_type=model.prediction_type, zero_terminal_snr=model.zero_terminal_snr)
+        return Objective(schedule.to(self.device), self.config.objective, vae_scale=model.vae_scale)
+
+    def _session(
+        self,
+        parts: TrainerParts,
+        report: ScanReport,
+        holdout: Holdout[Item],
+        latents: LatentCache,
+        texts: TextCache | None,
+    ) -> tuple[Session, Trainer]:
+        from .checkpoints import CheckpointStore
+
+        config = self.config
+        total = total_steps(config, parts.plan)
+        identity = RunIdentity(config, parts.model.fingerprint, report.content_digest())
+        session = Session(
+            folder=self.folder,
+            config=config,
+            bus=self.bus,
+            commands=self.commands,
+            store=CheckpointStore(self.folder.checkpoints),
+            capture=lambda: capture_state(parts, trainer.state, session, identity),
+            identity=identity,
+            export=Exporter(self.folder.run_id, config, parts, report, holdout, total, lambda: trainer.state),
+            final_lora=Path(self.stored["final_lora"]),
+            validation=self._validation(parts, holdout, latents, texts),
+            prompts=self._prompts(parts.model),
+            preview=lambda step: self._preview(session, parts, step),
+        )
+        assert config.run.seed is not None
+        trainer = Trainer(
+            parts,
+            config,
+            self.bus,
+            total_steps=total,
+            seed=config.run.seed,
+            should_stop=session.should_stop,
+            after_step=session.after_step,
+        )
+        session.trainer = trainer
+        return session, trainer
+
+    def _validation(
+        self, parts: TrainerParts, holdout: Holdout[Item], latents: LatentCache, texts: TextCache | None
+    ) -> StableValidation | None:
+        if not self.config.validation.enabled or not holdout.measured:
+            return None
+        plain = BatchLoader.single(latents, self.config.dataset)
+        return StableValidation(
+            holdout.measured,
+            plain,
+            parts.objective,
+            parts.model,
+            parts.network,
+            self.draws,
+            self.config.validation,
+            encode=None if texts is None else texts.encode,
+            max_token_length=self.config.dataset.max_token_length,
+            compute=parts.precision.autocast,
+        )
+
+    def _prompts(self, model: SDXLModel) -> list[PreviewPrompt]:
+        prompts, notes = read_prompts(self.config.preview, size_rule(model))
+        for note in notes:
+            self._warn("preview", note)
+        return prompts
+
+    def _preview(self, session: Session, parts: TrainerParts, step: int) -> None:
+        def tell(result: PreviewResult) -> None:
+            if result.file is None:
+                self._warn("preview", result.failure or "A preview failed.", step)
+            else:
+                session.preview_ready(step, result.file, result.prompt.text, result.index, result.prompt.seed)
+
+        make_previews(
+            parts.model,
+            parts.network,
+            session.prompts,
+            step=step,
+            folder=self.folder.previews,
+            max_token_length=self.config.dataset.max_token_length,
+            should_stop=session.should_stop,
+            on_ready=tell,
+            compute=parts.precision.autocast,
+        )
+
+    def _resume(self, session: Session, trainer: Trainer, report: ScanReport) -> None:
+        found = restore_state(session, trainer)
+        if found is None:
+            self.database.resume_at(0)
+            return
+        self.database.resume_at(trainer.state.step, trainer.state.attempt)
+        self.bus.emit(
+            Resumed(
+                step=trainer.state.step,
+                checkpoint=found.name,
+                attempt=trainer.state.attempt,
+                differences=found.differences,
+                passed_over=found.passed_over,
+            )
+        )
+
+    def _announce(self, session: Session, trainer: Trainer, report: ScanReport) -> None:
+        self.bus.emit(
+            RunStarted(
+                step=trainer.state.step,
+                total_steps=trainer.total_steps,
+                parts=self.parts,
+                device=str(self.device),
+                precision=self.compute,
+                pictures=len(report.items),
+                resumed_from=session.resumed_from,
+                config_hash=str(self.stored.get("config_hash", "")),
+            )
+        )
+
+    def _phase(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
+        self.bus.emit(PhaseChanged(phase=phase, done=done, total=total, detail=detail))
+
+    def _warn(self, topic: str, message: str, step: int = 0) -> None:
+        self.bus.emit(Warned(step=step, topic=topic, message=message))
+
+    def _stop_asked(self) -> bool:
+        self.commands.poll()
+        return self.commands.stop_requested
+
+    def _check_stop(self) -> None:
+        if self._stop_asked():
+            raise Stopped
+
+
+def total_steps(config: TrainConfig, plan: BatchPlan) -> int:
+    """Planned steps: `max_train_steps`, or `max_train_epochs` times the steps of an epoch."""
+    if config.run.max_train_steps is not None:
+        return config.run.max_train_steps
+    assert config.run.max_train_epochs is not None, "checked by config_rules"
+    return config.run.max_train_epochs * plan.steps_per_epoch(config.gradient.accumulation)
+
+
+def _cache_folder(config: TrainConfig) -> Path:
+    if config.dataset.cache_dir:
+        return Path(config.dataset.cache_dir).expanduser()
+    return Path(config.run.output_dir).expanduser() / "safe_scaler" / "cache"

@@ -1,0 +1,237 @@
+"""Composition root: from a config to a running trainer. The only reader of the whole config."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .assemble import Assembly, assemble
+from .config import TrainConfig, trained_parts
+from .config_io import from_dict, to_dict
+from .config_rules import check
+from .errors import TrainerError
+from .events import EventBus, PhaseChanged, RunFinished, Warned
+from .runs import Commands, RunDatabase, RunFolder, check_writable, config_hash, free_name, new_run_id
+
+if TYPE_CHECKING:
+    from .events import Subscriber
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. `status`: finished, stopped or failed."""
+
+    status: str
+    message: str
+    run_dir: Path
+    lora: Path | None
+    checkpoint: str | None
+    step: int
+    applied: int
+    rejected: int
+    report: Path | None
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.status == "failed" else 0
+
+
+def create_run(config: TrainConfig, notes: list[str] | None = None) -> RunFolder:
+    """Check the config, make the run folder and write the frozen config into it. No model is loaded.
+
+    An unset seed is drawn here, once, and stored.
+
+    Raises:
+        ConfigError: with all problems of the config.
+        ResourceError: the output folder cannot be written.
+    """
+    config = check(config)
+    output_dir = Path(config.run.output_dir).expanduser()
+    check_writable(output_dir)
+    run_id = new_run_id(datetime.now(timezone.utc))
+    folder = RunFolder.create(output_dir, run_id)
+    plain = to_dict(config)
+    final = free_name(output_dir, config.run.output_name, ".safetensors", owner=folder.path)
+    folder.write_config(
+        {
+            "run_id": run_id,
+            "config": plain,
+            "config_hash": config_hash(plain),
+            "final_lora": str(final.resolve()),
+            "notes": list(notes or []),
+            "created": time.time(),
+        }
+    )
+    return folder
+
+
+def start_run(
+    config: TrainConfig,
+    notes: list[str] | None = None,
+    *,
+    commands: Commands | None = None,
+    subscribers: tuple[Subscriber, ...] = (),
+) -> TrainResult:
+    """Create a run and train it in this process."""
+    folder = create_run(config, notes)
+    return run(folder.path, commands=commands, subscribers=subscribers)
+
+
+def run(
+    run_dir: str | Path, *, commands: Commands | None = None, subscribers: tuple[Subscriber, ...] = ()
+) -> TrainResult:
+    """Train the run in `run_dir` to its end, from its newest good checkpoint when it has one.
+
+    A failure the user can act on is told as the last event and in the result; it is not raised.
+    """
+    folder = RunFolder(Path(run_dir))
+    stored = folder.read_config()
+    bus = EventBus(run_id=folder.run_id)
+    with folder.lock(), RunDatabase(folder.database_path) as database:
+        bus.seq = database.last_seq()
+        bus.subscribe(database)
+        for subscriber in subscribers:
+            bus.subscribe(subscriber)
+        control = commands or Commands()
+        for note in stored.get("notes", []):
+            bus.emit(Warned(topic="settings", message=note))
+        return _Runner(folder, stored, bus, control, database).run()
+
+
+class _Runner:
+    """One attempt at a run in this process: assemble, train, finish, report."""
+
+    def __init__(
+        self, folder: RunFolder, stored: dict[str, Any], bus: EventBus, commands: Commands, database: RunDatabase
+    ) -> None:
+        self.folder = folder
+        self.stored = stored
+        self.config = from_dict(stored["config"])
+        self.bus = bus
+        self.commands = commands
+        self.database = database
+        self.started = time.monotonic()
+        self.assembly: Assembly | None = None
+
+    def run(self) -> TrainResult:
+        try:
+            status, message, checkpoint, lora = self._train()
+        except TrainerError as error:
+            log.error("%s", error)
+            status, message, lora = "failed", str(error), None
+            checkpoint = self._rescue()
+        except Exception as error:
+            # The worker's boundary: a bug must still leave a record that says so before its traceback goes up.
+            log.exception("the run failed")
+            self._end(
+                "failed", f"{type(error).__name__}: {error} (this is a bug; the traceback is in run.log)", None, None
+            )
+            raise
+        return self._end(status, message, checkpoint, lora)
+
+    def _train(self) -> tuple[str, str, str | None, Path | None]:
+        config = self.config
+        self.assembly = assemble(
+            self.folder,
+            self.stored,
+            config,
+            bus=self.bus,
+            commands=self.commands,
+            database=self.database,
+        )
+        if self.assembly is None:
+            return "stopped", "Stopped before the first step; nothing was trained yet.", None, None
+        session, trainer = self.assembly.session, self.assembly.trainer
+        session.before_training(trainer.state.step)
+        status = trainer.run()
+        self.bus.emit(PhaseChanged(step=trainer.state.step, phase="finishing"))
+        checkpoint, lora = session.finish(trainer.state.step, status)
+        return status, self._sentence(status), checkpoint, lora
+
+    def _rescue(self) -> str | None:
+        """A checkpoint of a failed run, so that nothing done so far is lost; a damaged state is refused by the store."""
+        if self.assembly is None or self.assembly.trainer.state.step == 0:
+            return None
+        try:
+            return self.assembly.session.save_checkpoint(self.assembly.trainer.state.step)
+        except TrainerError as error:
+            log.warning("no checkpoint of the failed state: %s", error)
+            return None
+
+    def _sentence(self, status: str) -> str:
+        assert self.assembly is not None
+        state, total = self.assembly.trainer.state, self.assembly.trainer.total_steps
+        rejected = f", {state.rejected} rejected" if state.rejected else ""
+        parts = ", ".join(trained_parts(self.config))
+        if status == "finished":
+            return f"Trained {parts} for {state.step} steps ({state.applied} applied{rejected})."
+        return (
+            f"Stopped after step {state.step} of {total} ({state.applied} applied{rejected}). "
+            f"Go on with: safe-scaler resume {self.folder.path}"
+        )
+
+    def _end(self, status: str, message: str, checkpoint: str | None, lora: Path | None) -> TrainResult:
+        state = None if self.assembly is None else self.assembly.trainer.state
+        step, applied, rejected = (0, 0, 0) if state is None else (state.step, state.applied, state.rejected)
+        shown = None if lora is None else str(lora)
+        self.bus.emit(
+            RunFinished(
+                step=step,
+                status=status,
+                message=message,
+                applied=applied,
+                rejected=rejected,
+                lora=shown,
+                checkpoint=checkpoint,
+                seconds=time.monotonic() - self.started,
+            )
+        )
+        self.database.flush()
+        return TrainResult(
+            status=status,
+            message=message,
+            run_dir=self.folder.path,
+            lora=lora,
+            checkpoint=checkpoint,
+            step=step,
+            applied=applied,
+            rejected=rejected,
+            report=_write_report(self.folder),
+        )
+
+
+def _write_report(folder: RunFolder) -> Path | None:
+    """The report is made from the record; a problem in making it must not turn a good run into a failed one."""
+    from .diagnostics.report import write_report
+
+    try:
+        return write_report(folder.path)
+    except Exception:
+        log.exception("the report could not be written")
+        return None
+
+
+def resume_run(
+    run_dir: str | Path,
+    changes: Callable[[TrainConfig], TrainConfig] | None = None,
+    *,
+    commands: Commands | None = None,
+    subscribers: tuple[Subscriber, ...] = (),
+) -> TrainResult:
+    """Go on with a stopped or interrupted run, with changed settings where `changes` makes them.
+
+    Settings that must not change are compared with the checkpoint's when it is loaded, and refused there by name.
+    """
+    folder = RunFolder(Path(run_dir))
+    stored = folder.read_config()
+    if changes is not None:
+        stored["config"] = to_dict(check(changes(from_dict(stored["config"]))))
+        folder.write_config(stored)
+    return run(folder.path, commands=commands, subscribers=subscribers)

@@ -1,0 +1,121 @@
+"""Export of the adapter: metadata, file, and the proof that it holds and does what was trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import __version__
+from .config import TrainConfig, trained_parts
+from .networks.export import ExportedLora, export_lora
+from .networks.metadata import FolderFacts, TrainingFacts, build_metadata, model_file_hashes, tag_frequency
+from .trainer import TrainerParts, TrainState
+
+if TYPE_CHECKING:
+    from .data import Item, ScanReport
+    from .validation import Holdout
+
+
+class Exporter:
+    """Writes and proves LoRA files of one run."""
+
+    def __init__(
+        self,
+        run_id: str,
+        config: TrainConfig,
+        parts: TrainerParts,
+        report: ScanReport,
+        holdout: Holdout[Item],
+        total_steps: int,
+        state: Callable[[], TrainState],
+    ) -> None:
+        self.run_id = run_id
+        self.config = config
+        self.parts = parts
+        self.report = report
+        self.holdout = holdout
+        self.total_steps = total_steps
+        self.state = state
+        self.started_at = time.time()
+
+    def __call__(self, path: Path, step: int) -> ExportedLora:
+        """Write the LoRA of this moment to `path`, replacing an earlier export of the same step of this run.
+
+        Raises:
+            AdapterError: a tensor is not finite, or the file fails its proof.
+        """
+        path.unlink(missing_ok=True)
+        return export_lora(
+            path,
+            self.parts.network,
+            self.parts.model,
+            build_metadata(self.config, self._facts(step)),
+            dtype=self.config.checkpoint.save_precision,
+        )
+
+    @cached_property
+    def _model_hashes(self) -> tuple[str, str] | None:
+        return model_file_hashes(self.parts.model.source)
+
+    @cached_property
+    def _captions_by_folder(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for item in self.holdout.training:
+            found.setdefault(_folder_name(item.file, self.config.dataset.path), []).append(item.caption)
+        return found
+
+    def _facts(self, step: int) -> TrainingFacts:
+        plan = self.parts.plan
+        per_epoch = plan.steps_per_epoch(self.config.gradient.accumulation)
+        trained, prior = _folders(self.holdout.training, self.config.dataset.path)
+        width, height = self.config.dataset.resolution or (self.parts.model.native_size,) * 2
+        return TrainingFacts(
+            run_id=self.run_id,
+            started_at=self.started_at,
+            finished_at=time.time(),
+            step=step,
+            epoch=step // per_epoch,
+            max_train_steps=self.total_steps,
+            epochs=-(-self.total_steps // per_epoch),
+            batches_per_epoch=plan.micro_batches_per_epoch,
+            output_name=self.config.run.output_name,
+            parts=trained_parts(self.config),
+            prediction_type=self.parts.model.prediction_type,
+            resolution=(width, height),
+            compute={"fp32": "no"}.get(self.parts.precision.compute, self.parts.precision.compute),
+            model_hashes=self._model_hashes,
+            folders=trained,
+            prior_folders=prior,
+            validation_pictures=len(self.holdout.measured) if self.holdout.held_out else 0,
+            tag_frequency={name: tag_frequency(captions) for name, captions in self._captions_by_folder.items()},
+            buckets=_buckets(self.holdout.training),
+            dataset_hash=self.report.content_digest(),
+            version=__version__,
+        )
+
+
+def _folder_name(file: str, root: str) -> str:
+    parent = Path(file).parent.name
+    return parent or Path(root.strip().strip("\"'")).name
+
+
+def _folders(items: tuple[Item, ...], root: str) -> tuple[dict[str, FolderFacts], dict[str, FolderFacts]]:
+    """Pictures and repeats a folder: (trained, prior)."""
+    trained: dict[str, FolderFacts] = {}
+    prior: dict[str, FolderFacts] = {}
+    for item in items:
+        table = prior if item.is_prior else trained
+        name = _folder_name(item.file, root)
+        known = table.get(name)
+        table[name] = FolderFacts(repeats=item.repeats, pictures=1 + (known.pictures if known else 0))
+    return trained, prior
+
+
+def _buckets(items: tuple[Item, ...]) -> list[tuple[tuple[int, int], int]]:
+    counts: dict[tuple[int, int], int] = {}
+    for item in items:
+        counts[item.bucket] = counts.get(item.bucket, 0) + item.repeats
+    return sorted(counts.items())

@@ -1,0 +1,168 @@
+"""What a checkpoint holds of a run, and which settings may differ when it is taken up again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from . import __version__
+from .config import TrainConfig
+from .config_io import to_dict
+from .errors import CheckpointError
+from .optim import load_optimizer_state, optimizer_state
+from .trainer import Trainer, TrainerParts, TrainState
+
+if TYPE_CHECKING:
+    from .checkpoints import RunState
+    from .session import Session
+
+_LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy")
+
+# Sections and fields that decide nothing about what has been trained so far; a change is allowed and logged.
+_FREE_SECTIONS = frozenset({"checkpoint", "preview", "metadata", "validation"})
+_FREE_FIELDS = frozenset(
+    {
+        "run.max_train_steps",
+        "run.max_train_epochs",
+        "run.output_name",
+        "run.output_dir",
+        "run.device",
+        "optimizer.learning_rate",
+        "optimizer.unet_lr",
+        "optimizer.te1_lr",
+        "optimizer.te2_lr",
+        "schedule.type",
+        "schedule.warmup_steps",
+        "schedule.cycles",
+        "schedule.min_lr_ratio",
+        "dataset.workers",
+        "dataset.cache_dir",
+        "dataset.cache_text",
+        "precision.max_rejected_steps",
+        "precision.gradient_checkpointing",
+        "model.path",  # the fingerprint below decides whether it is the same model
+        "model.vae",
+    }
+)
+# validation.split decides which pictures are trained on.
+_BOUND_FIELDS = frozenset({"validation.split", "validation.enabled", "validation.max_pictures"})
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What must be the same for an exact resume: settings, base-model weights, pictures and captions."""
+
+    config: TrainConfig
+    model_fingerprint: str
+    data_digest: str
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Which checkpoint was taken, which settings differ (allowed ones), and which damaged ones were passed over."""
+
+    name: str
+    differences: tuple[str, ...]
+    passed_over: tuple[str, ...]
+
+
+def capture_state(parts: TrainerParts, state: TrainState, session: Session, identity: RunIdentity) -> RunState:
+    """The whole state of a run after its last decided step."""
+    from .checkpoints import RunState
+
+    tensors, numbers = optimizer_state(parts.optimizer)
+    return RunState(
+        adapter=parts.network.state_dict(),
+        optimizer=tensors,
+        scalars={
+            "counters": state.to_dict(),
+            "optimizer": numbers,
+            "precision": parts.precision.state_dict(),
+            "validation": session.validation_history,
+            "total_steps": session.trainer.total_steps if session.trainer else 0,
+            "config": to_dict(identity.config),
+            "model_fingerprint": identity.model_fingerprint,
+            "data_digest": identity.data_digest,
+            "versions": library_versions(),
+        },
+    )
+
+
+def restore_state(session: Session, trainer: Trainer) -> Restored | None:
+    """Load the newest good checkpoint of the run into `trainer`; None when there is none.
+
+    Raises:
+        CheckpointError: something that must not change has changed (each by name), or no checkpoint is readable though
+            some exist.
+    """
+    if not session.store.list():
+        return None
+    loaded = session.store.load("latest")
+    scalars = loaded.state.scalars
+    bound, free = differences(scalars, session.identity)
+    if bound:
+        raise CheckpointError(
+            f"The run cannot go on exactly from {loaded.name}, because this has changed:\n"
+            + "\n".join(f"  - {line}" for line in bound)
+            + "\nPut it back, or start a new run from the LoRA (lora.weights = ...), which is a warm start.",
+            differences=bound,
+        )
+    parts = trainer.parts
+    parts.network.load_state_dict(loaded.state.adapter)
+    load_optimizer_state(parts.optimizer, loaded.state.optimizer, scalars["optimizer"])
+    parts.precision.load_state_dict(scalars["precision"])
+    trainer.state = TrainState.from_dict(scalars["counters"])
+    session.validation_history[:] = scalars["validation"]
+    session.resumed_from = loaded.name
+    return Restored(loaded.name, tuple(free), tuple(loaded.passed_over))
+
+
+def differences(scalars: dict[str, Any], now: RunIdentity) -> tuple[list[str], list[str]]:
+    """What differs between a checkpoint and the present run: (must not differ, may differ), each in words."""
+    bound: list[str] = []
+    free: list[str] = []
+    current = to_dict(now.config)
+    for section, fields in scalars["config"].items():
+        if not isinstance(fields, dict):
+            continue
+        for name, old in fields.items():
+            new = current.get(section, {}).get(name)
+            if _plain(old) == _plain(new):
+                continue
+            full = f"{section}.{name}"
+            (free if _is_free(section, full) else bound).append(f"{full}: {old!r} in the checkpoint, {new!r} now")
+    if scalars["model_fingerprint"] != now.model_fingerprint:
+        bound.append("the base model: other weights than the checkpoint was made with")
+    if scalars["data_digest"] != now.data_digest:
+        bound.append("the data set: pictures or captions were added, removed or edited")
+    free.extend(_version_changes(scalars.get("versions", {})))
+    return bound, free
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of this pack and of the libraries that compute."""
+    found = {"safe-scaler-lora": __version__}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _version_changes(before: dict[str, str]) -> list[str]:
+    now = library_versions()
+    return [
+        f"{name}: version {old} in the checkpoint, {now.get(name)} now (rounding may differ)"
+        for name, old in before.items()
+        if now.get(name) != old
+    ]
+
+
+def _is_free(section: str, full: str) -> bool:
+    return full not in _BOUND_FIELDS and (section in _FREE_SECTIONS or full in _FREE_FIELDS)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
