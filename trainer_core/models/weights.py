@@ -1,0 +1,137 @@
+"""Putting file tensors into a model that was built without memory (on torch's meta device).
+
+Where type and device are already right, the parameter *is* the file's memory map: nothing is copied, nothing is read
+before it is touched. Otherwise the tensor is read with a plain read and converted, one at a time, so that no file page
+stays in memory next to its converted copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import nn
+
+from ..errors import ModelFileError
+from .sgm_keys import bare_text_name
+from .sources import FOLDERS, Slot
+from .tensor_file import MappedTensors
+
+LOADABLE = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
+
+
+class Reader:
+    """Reads slots of any number of files; keeps maps and handles open while it is used as a context manager."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._maps: dict[Path, MappedTensors] = {}
+        self._handles: dict[Path, BinaryIO] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._maps.clear()
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        """The slot's values in the wanted type, on the wanted device."""
+        straight = slot.entry.torch_dtype == self.dtype and self.device.type == "cpu" and not slot.transposed
+        values = self._mapped(slot) if straight else self._read(slot)
+        if slot.block is not None:
+            values = values.chunk(3, dim=0)[slot.block]
+        if slot.transposed:
+            values = values.t()
+        values = values.to(device=self.device, dtype=self.dtype)
+        return values if values.is_contiguous() else values.contiguous()
+
+    def _mapped(self, slot: Slot) -> torch.Tensor:
+        path = slot.file.path
+        if path not in self._maps:
+            self._maps[path] = MappedTensors(slot.file)
+        return self._maps[path].get(slot.key)
+
+    def _read(self, slot: Slot) -> torch.Tensor:
+        path = slot.file.path
+        if path not in self._handles:
+            self._handles[path] = self._stack.enter_context(slot.file.open_raw())
+        return slot.file.read(slot.key, self._handles[path])
+
+
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Make a module whose parameters have shapes but no memory."""
+    with torch.device("meta"):
+        return build()
+
+
+def check_shapes(part: str, module: nn.Module, slots: Mapping[str, Slot], path: Path) -> dict[str, str]:
+    """Match a module's parameters with slots; returns {name in the module: name of the slot}.
+
+    Raises ModelFileError listing what is missing, not placeable or of another shape, before anything is read.
+    """
+    wanted = {name: bare_text_name(name) if part in ("te1", "te2") else name for name in module.state_dict()}
+    shapes = {wanted[name]: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    missing = [name for name in shapes if name not in slots]
+    unexpected = [name for name in slots if name not in shapes]
+    other = [
+        f"{name} {list(slots[name].shape)} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in slots and not _same_shape(slots[name].shape, shape)
+    ]
+    faults = [
+        f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in (("missing", missing), ("that have no place", unexpected), ("of another size", other))
+        if names
+    ]
+    if faults:
+        raise ModelFileError(
+            f"'{path}': the {FOLDERS[part]} does not fit its config: {'; '.join(faults)}. The file is incomplete, or a variant of "
+            "SDXL with other blocks (such as SSD-1B), or config_dir belongs to another model. Give a complete SDXL base model.",
+            path,
+        )
+    bad = sorted({slot.entry.dtype for slot in slots.values() if slot.entry.dtype not in LOADABLE})
+    if bad:
+        raise ModelFileError(
+            f"'{path}': the {FOLDERS[part]} holds weights of type {', '.join(bad)} (quantised). Training needs fp16, bf16 or fp32 weights.",
+            path,
+        )
+    return wanted
+
+
+def _same_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Equal, or a 1x1 convolution that stands for a linear layer (ldm VAEs store attention so)."""
+    return found == wanted or (len(found) == 4 and found[2:] == (1, 1) and found[:2] == wanted)
+
+
+def fill(part: str, module: nn.Module, slots: Mapping[str, Slot], path: Path, reader: Reader) -> None:
+    """Give a meta module its weights, frozen, in eval mode. `reader` says type and device."""
+    names = check_shapes(part, module, slots, path)
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    state = {name: reader.tensor(slots[slot]).reshape(shapes[name]) for name, slot in _in_file_order(names, slots)}
+    module.load_state_dict(state, strict=True, assign=True)
+    _make_buffers(module, reader.device)
+    module.requires_grad_(False)
+    module.eval()
+
+
+def _in_file_order(names: Mapping[str, str], slots: Mapping[str, Slot]) -> Iterator[tuple[str, str]]:
+    """Reading front to back is what disks and read-ahead like best."""
+    return iter(sorted(names.items(), key=lambda pair: (str(slots[pair[1]].file.path), slots[pair[1]].entry.begin)))
+
+
+def _make_buffers(module: nn.Module, device: torch.device) -> None:
+    """CLIP's position numbers are no weights and stand in no file: count them out."""
+    for name, buffer in list(module.named_buffers()):
+        if not buffer.is_meta:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        if leaf != "position_ids":
+            raise RuntimeError(f"buffer {name} {tuple(buffer.shape)} has no values")
+        numbers = torch.arange(buffer.shape[-1], device=device).expand(buffer.shape).contiguous()
+        module.get_submodule(owner).register_buffer(leaf, numbers, persistent=False)
