@@ -45,8 +45,8 @@ class DropoutDraws:
         count = len(self.sample_keys)
         if count == 0 or rows % count:
             raise AdapterError(
-                f"Adapter dropout has keys for {count} samples, but a module got {rows} rows. The keys must be those of "
-                "the micro-batch that is being computed."
+                f"Adapter dropout has keys for {count} samples, but a module got {rows} rows. The keys must be "
+                "those of the micro-batch that is being computed."
             )
         per_sample = rows // count
         return torch.cat(

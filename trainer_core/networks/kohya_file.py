@@ -109,8 +109,8 @@ def save_lora(
     header = _sorted_header(bytes(body[_LENGTH_BYTES : _LENGTH_BYTES + length]), full)
     if len(header) > HEADER_LIMIT:
         raise AdapterError(
-            f"The metadata of '{target.name}' makes a header of {len(header)} bytes; ComfyUI reads at most {HEADER_LIMIT}. "
-            "Shorten it first (fit_metadata)."
+            f"The metadata of '{target.name}' makes a header of {len(header)} bytes; ComfyUI reads at most "
+            f"{HEADER_LIMIT}. Shorten it first (fit_metadata)."
         )
     _write_new(target, struct.pack("<Q", len(header)), header, body[_LENGTH_BYTES + length :])
     return SavedLora(target, dtype, target.stat().st_size, len(header), model_hash, legacy_hash)

@@ -9,10 +9,10 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from ..errors import AdapterError
+from ..errors import AdapterError, ModelFileError
+from ..models.tensor_file import TensorFile, read_header
 from .foreign_files import describe_keys, seems_to_be
 from .naming import part_of_name
-from .safetensors_header import read_header
 
 DOWN, UP, ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
 
@@ -57,15 +57,29 @@ def load_lora(path: str | Path) -> LoraFile:
             infinity; the message names the file, what it seems to be and what was counted.
     """
     file = Path(path)
-    header = read_header(file)
-    if not any(key.endswith((DOWN, UP)) for key in header.tensors):
-        kind = seems_to_be(header.tensors)
+    header = read_lora_header(file)
+    if not any(key.endswith((DOWN, UP)) for key in header.entries):
+        kind = seems_to_be(header.entries)
         raise AdapterError(
             f"'{file}' holds no LoRA weights"
             + (f"; it seems to be {kind}" if kind else "")
-            + f" ({describe_keys(header.tensors)}). Give a LoRA file for SDXL."
+            + f" ({describe_keys(header.entries)}). Give a LoRA file for SDXL."
         )
     return read_state(file, safetensors.torch.load_file(file), header.metadata)
+
+
+def read_lora_header(path: Path) -> TensorFile:
+    """Names, shapes and metadata of a file, nothing big read.
+
+    Raises:
+        AdapterError: missing, unreadable, empty, damaged, truncated, or no safetensors file.
+    """
+    if path.is_dir():
+        raise AdapterError(f"Cannot read '{path}' as a LoRA: it is a folder. Give a .safetensors file.")
+    try:
+        return read_header(path)
+    except ModelFileError as error:
+        raise AdapterError(f"Cannot read this LoRA file. {error}") from error
 
 
 def read_state(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> LoraFile:

@@ -139,9 +139,7 @@ class LoraNetwork:
                 )
 
 
-def create_network(
-    model: SDXLModel, config: LoraConfig, *, trained_parts: Sequence[str], seed: int
-) -> LoraNetwork:
+def create_network(model: SDXLModel, config: LoraConfig, *, trained_parts: Sequence[str], seed: int) -> LoraNetwork:
     """Make the adapters of `trained_parts`, attach them and switch them to training mode.
 
     The base model is frozen (`requires_grad` off) as a whole. Parts of rank 0 get no adapters. First weights are keyed
@@ -196,9 +194,7 @@ def _targets_of_part(model: SDXLModel, config: LoraConfig, part: str) -> list[Ta
     return targets
 
 
-def _create_module(
-    target: Target, config: LoraConfig, rates: DropoutRates, context: DropoutContext
-) -> LoraModule:
+def _create_module(target: Target, config: LoraConfig, rates: DropoutRates, context: DropoutContext) -> LoraModule:
     if target.part == "unet" and target.is_wide_conv:
         rank = config.conv_rank
         alpha = rank * alpha_share(config) if config.conv_alpha is None else config.conv_alpha
