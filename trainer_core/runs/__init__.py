@@ -1,0 +1,1 @@
+"""Run folder, record, registry, worker protocol and supervisor. Nothing here imports torch."""

@@ -1,0 +1,260 @@
+"""The folder of a run, `<output>/safe_scaler/<run_id>/`, and names that are never overwritten."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, Problem, ResourceError
+from .platform import DurableIO, LockCalls, is_busy, locked
+
+FORMAT_VERSION = 1
+RUNS_FOLDER = "safe_scaler"
+
+_LOCK_PATIENCE_S = 1.0
+"""A registry scan probes the lock for a moment; a writer tries this long before it believes in a second writer."""
+
+_FRESH_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+def new_run_id(now: datetime | float | None = None) -> str:
+    """UTC time and 4 random hex digits, for example `20261129T171500Z-1a2b`. `now`: aware datetime or Unix seconds."""
+    if now is None or isinstance(now, int | float):
+        now = datetime.fromtimestamp(time.time() if now is None else now, timezone.utc)
+    return f"{now.astimezone(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+
+
+class RunFolder:
+    """Paths of one run, its config file and its lock."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(cls, output_dir: str | Path, run_id: str) -> RunFolder:
+        """Make the folder and its subfolders. A taken run id becomes `-2`, `-3`. ResourceError when not writable."""
+        parent = Path(output_dir) / RUNS_FOLDER
+        check_writable(parent)
+        number = 1
+        while True:
+            folder = cls(parent / (run_id if number == 1 else f"{run_id}-{number}"))
+            try:
+                folder.path.mkdir()
+            except FileExistsError:
+                number += 1
+                continue
+            for child in (folder.checkpoints, folder.loras, folder.previews):
+                child.mkdir()
+            return folder
+
+    @property
+    def run_id(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def output_dir(self) -> Path:
+        """The `<output>` that holds `safe_scaler/<run_id>`."""
+        return self.path.resolve().parent.parent
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def database_path(self) -> Path:
+        return self.path / "run.db"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "run.log"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / ".lock"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def loras(self) -> Path:
+        return self.path / "lora"
+
+    @property
+    def previews(self) -> Path:
+        return self.path / "previews"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    def write_config(self, config: Mapping[str, Any], io: DurableIO | None = None) -> None:
+        """Write config.json whole or not at all, with format and pack version. ValueError for NaN or infinity."""
+        from .. import __version__
+
+        stamped = {"format_version": FORMAT_VERSION, "pack_version": __version__, **config}
+        text = json.dumps(stamped, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            (io or DurableIO()).replace_file(self.config_path, text.encode("utf-8"))
+        except OSError as error:
+            raise ResourceError(
+                f"{self.config_path} cannot be written: {error.strerror}. Free space or fix rights."
+            ) from error
+
+    def read_config(self) -> dict[str, Any]:
+        """The stored config. ConfigError when missing, damaged, or of a newer format (naming both versions)."""
+        return read_config(self.config_path)
+
+    @contextlib.contextmanager
+    def lock(self, calls: LockCalls | None = None, patience: float = _LOCK_PATIENCE_S) -> Iterator[None]:
+        """Hold the run for writing. ResourceError, naming the holder, when another process writes it.
+
+        A file system without locks is used with a warning: nothing can then tell two writers apart.
+        """
+        with contextlib.ExitStack() as stack:
+            deadline = time.monotonic() + patience
+            while True:
+                try:
+                    fd = stack.enter_context(locked(self.lock_path, calls))
+                    break
+                except OSError as error:
+                    if not is_busy(error):
+                        log.warning(
+                            "%s cannot be locked (%s): do not start a second writer", self.lock_path, error.strerror
+                        )
+                        fd = None
+                        break
+                    if time.monotonic() > deadline:
+                        raise ResourceError(self._busy_message()) from error
+                    time.sleep(0.05)
+            if fd is not None:
+                os.ftruncate(fd, 0)
+                os.lseek(fd, 0, os.SEEK_SET)
+                os.write(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+            yield
+
+    def is_locked(self, calls: LockCalls | None = None) -> bool:
+        """Whether a process writes this run now."""
+        if not self.lock_path.exists():
+            return False
+        try:
+            with locked(self.lock_path, calls):
+                return False
+        except OSError as error:
+            return is_busy(error)
+
+    def _busy_message(self) -> str:
+        holder = ""
+        with contextlib.suppress(OSError):
+            holder = self.lock_path.read_text(encoding="utf-8").strip()
+        return (
+            f"The run {self.path} is being written by another process ({holder or 'unknown'}). "
+            "One process may write a run. Wait for it or stop it, then try again."
+        )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config.json. ConfigError when missing, damaged, or of a newer format (naming both versions)."""
+    from .. import __version__
+
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = f"it cannot be read ({error.strerror})"
+        raise ConfigError([Problem("config.json", str(path), why, "Give the folder of a run.")]) from error
+    except ValueError as error:
+        why = f"it is damaged ({error})"
+        raise ConfigError(
+            [Problem("config.json", str(path), why, "Restore it from a copy or start a new run.")]
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError([Problem("config.json", str(path), "it holds no settings", "Start a new run.")])
+    version: Any = config.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        why = (
+            f"the run was written by pack {config.get('pack_version', 'unknown')} in format {version}; "
+            f"this is pack {__version__}, which reads formats up to {FORMAT_VERSION}"
+        )
+        raise ConfigError([Problem("format_version", version, why, "Update Safe-Scaler.")])
+    return config
+
+
+def check_writable(folder: Path) -> None:
+    """Make `folder` and prove that a file can be written there. ResourceError says what to do otherwise."""
+    probe = folder / f".write-test-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            DurableIO().write_file(probe, b"x" * 4096)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                probe.unlink()
+    except OSError as error:
+        raise ResourceError(
+            f"The output folder {folder} cannot be written: {error.strerror or error}. "
+            "Give a folder you may write to on a disk with free space (--output_dir)."
+        ) from error
+
+
+def free_name(folder: Path, stem: str, suffix: str, *, owner: Path | None = None) -> Path:
+    """A file name in `folder` that nothing holds: `stem + suffix`, or `stem-2`, `stem-3` ...
+
+    With `owner` (a run folder) the name is also reserved for that run until `release_name`, by a small hidden file
+    beside it, so that two runs that start together choose different names. The file itself is not created: nothing
+    incomplete ever stands under a final name. A reservation whose run folder is gone does not count. Calling again
+    for the same owner gives the same name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = folder / f"{stem}{suffix}" if number == 1 else folder / f"{stem}-{number}{suffix}"
+        number += 1
+        if not path.exists() and (owner is None or _reserve(path, owner)) and not (owner is None and _held(path)):
+            return path
+
+
+def release_name(path: Path) -> None:
+    """Give a reserved name back (the file stands under it now, or the run is over)."""
+    with contextlib.suppress(FileNotFoundError):
+        _reservation(path).unlink()
+
+
+def _reservation(path: Path) -> Path:
+    return path.with_name(f".{path.name}.reserved")
+
+
+def _held(path: Path, by_other_than: Path | None = None) -> bool:
+    note = _reservation(path)
+    try:
+        holder = note.read_text(encoding="utf-8").strip()
+        if not holder:  # another process has made the note and not yet written into it, or died between the two
+            return time.time() - note.stat().st_mtime < _FRESH_S
+    except OSError:
+        return False
+    same = by_other_than is not None and holder == str(by_other_than.resolve())
+    return not same and Path(holder).is_dir()
+
+
+def _reserve(path: Path, owner: Path) -> bool:
+    note = _reservation(path)
+    text = str(owner.resolve())
+    try:
+        with note.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+        return True
+    except FileExistsError:
+        if _held(path, by_other_than=owner):
+            return False
+        note.write_text(text, encoding="utf-8")
+        return True

@@ -1,0 +1,227 @@
+"""What differs between operating systems: file locks, flushing, renames, child processes, stop signals.
+
+Each function chooses its branch by `system` (a value of `sys.platform`) and reaches the operating system through
+injected calls, so that the Windows branches are unit-tested on any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+WINDOWS = "win32"
+
+_LOCK_OFFSET = 1 << 30
+"""Byte that is locked on Windows: far past the text, which other processes must be able to read."""
+
+_BUSY = frozenset({errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK, errno.EDEADLK})
+_NETWORK_FILE_SYSTEMS = (
+    "nfs",
+    "cifs",
+    "smb",
+    "9p",
+    "fuse.sshfs",
+    "afs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "glusterfs",
+)
+
+Load = Callable[[str], ModuleType]
+
+
+@dataclass(frozen=True)
+class LockCalls:
+    """Take and give back an exclusive lock on an open file; `take` raises OSError when another process holds it."""
+
+    take: Callable[[int], None]
+    give: Callable[[int], None]
+
+
+def lock_calls(system: str = sys.platform, load: Load = importlib.import_module) -> LockCalls:
+    """The lock calls of `system`: flock, or byte-range locking on Windows."""
+    if system == WINDOWS:
+        msvcrt: Any = load("msvcrt")
+
+        def at(fd: int, mode: int) -> None:
+            os.lseek(fd, _LOCK_OFFSET, os.SEEK_SET)
+            msvcrt.locking(fd, mode, 1)
+
+        return LockCalls(lambda fd: at(fd, msvcrt.LK_NBLCK), lambda fd: at(fd, msvcrt.LK_UNLCK))
+    fcntl: Any = load("fcntl")
+    return LockCalls(
+        lambda fd: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB), lambda fd: fcntl.flock(fd, fcntl.LOCK_UN)
+    )
+
+
+def is_busy(error: OSError) -> bool:
+    """Whether a lock call failed because another process holds the lock (else the file system has no locks)."""
+    return error.errno in _BUSY
+
+
+@contextlib.contextmanager
+def locked(path: Path, calls: LockCalls | None = None) -> Iterator[int]:
+    """Hold the lock file `path` and yield its descriptor; OSError with a busy errno when another process holds it."""
+    calls = calls or lock_calls()
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        calls.take(fd)
+        try:
+            yield fd
+        finally:
+            calls.give(fd)
+    finally:
+        os.close(fd)
+
+
+class DurableIO:
+    """The file operations of saving, one method each, so that tests can fail or kill any of them."""
+
+    def __init__(self, system: str = sys.platform, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.system = system
+        self._sleep = sleep
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True)
+
+    def open(self, path: Path) -> int:
+        """Open a new file for writing; FileExistsError when the name is taken."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        return os.write(fd, data)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        """Flush a folder's entries. Windows cannot open folders; NTFS journals renames itself."""
+        if self.system == WINDOWS:
+            return
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give `source` its final name. On Windows scanners hold fresh files open for moments: tried for 2 s."""
+        self._patiently(lambda: os.rename(source, target))
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Like `rename`, for files, over an existing one."""
+        self._patiently(lambda: os.replace(source, target))
+
+    def remove_file(self, path: Path) -> None:
+        self._patiently(lambda: os.unlink(path))
+
+    def remove_folder(self, path: Path) -> None:
+        self._patiently(lambda: os.rmdir(path))
+
+    def free_bytes(self, path: Path) -> int:
+        return shutil.disk_usage(path).free
+
+    def write_all(self, fd: int, data: memoryview | bytes, chunk: int = 4 << 20) -> Iterator[memoryview]:
+        """Write `data` piece by piece, yielding each piece after it was handed to the system (for digests)."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            written = self.write(fd, view[:chunk])
+            if written <= 0:
+                raise OSError(errno.EIO, "the file system took no bytes")
+            yield view[:written]
+            view = view[written:]
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """A new file with `data`, flushed to the disk."""
+        fd = self.open(path)
+        try:
+            for _ in self.write_all(fd, data):
+                pass
+            self.sync(fd)
+        finally:
+            self.close(fd)
+
+    def replace_file(self, path: Path, data: bytes) -> None:
+        """`data` under the name `path`, whole or not at all: temporary file, flush, rename, flush of the folder."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with contextlib.suppress(FileNotFoundError):
+            self.remove_file(temporary)
+        try:
+            self.write_file(temporary, data)
+            self.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.remove_file(temporary)
+            raise
+        self.sync_folder(path.parent)
+
+    def _patiently(self, call: Callable[[], None], tries: int = 20) -> None:
+        for left in reversed(range(tries if self.system == WINDOWS else 1)):
+            try:
+                return call()
+            except PermissionError:
+                if not left:
+                    raise
+                self._sleep(0.1)
+
+
+def is_network_path(path: Path, partitions: Callable[[], list[tuple[str, str]]] | None = None) -> bool:
+    """Whether `path` lies on a network file system, where SQLite's WAL and flock do not hold."""
+    mounts = (partitions or _partitions)()
+    text = str(path.resolve())
+    inside = [(mount, kind) for mount, kind in mounts if text == mount or text.startswith(mount.rstrip("/\\") + os.sep)]
+    if not inside:
+        return text.startswith("\\\\")
+    _, kind = max(inside, key=lambda pair: len(pair[0]))
+    return kind.lower().startswith(_NETWORK_FILE_SYSTEMS)
+
+
+def _partitions() -> list[tuple[str, str]]:
+    import psutil
+
+    return [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
+
+
+def child_options(system: str = sys.platform) -> dict[str, Any]:
+    """`subprocess.Popen` options that keep a terminal's Ctrl-C away from the worker: its supervisor forwards it."""
+    if system == WINDOWS:
+        no_window = getattr(subprocess, "CREATE_NO_WINDOW", 0x08000000)
+        return {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x00000200) | no_window}
+    return {"start_new_session": True}
+
+
+def end_child(process: subprocess.Popen[bytes], grace: float = 5.0, system: str = sys.platform) -> int:
+    """End a child that no longer answers: politely where the system knows how, then by force. Returns its exit code."""
+    if process.poll() is None:
+        if system != WINDOWS:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(grace)
+        process.kill()
+    return process.wait()
+
+
+def stop_signals(system: str = sys.platform, source: Any = signal) -> tuple[int, ...]:
+    """Signals that mean "stop": SIGINT, SIGTERM and, on Windows, SIGBREAK (Ctrl-Break, sent by process groups)."""
+    names = ("SIGINT", "SIGTERM", "SIGBREAK") if system == WINDOWS else ("SIGINT", "SIGTERM")
+    return tuple(int(getattr(source, name)) for name in names if hasattr(source, name))
