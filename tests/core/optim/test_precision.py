@@ -1,0 +1,175 @@
+"""Precision: one unscale and one device read a step, verdicts, and what a rejected step leaves untouched."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainer_core.config import GradientConfig, OptimizerConfig, PrecisionConfig
+from trainer_core.errors import CheckpointError
+from trainer_core.optim import Precision, build_optimizer, load_optimizer_state, optimizer_state
+from trainer_core.optim.precision import bad_samples, nonfinite_parameters
+
+CPU = torch.device("cpu")
+
+
+def make(compute: str = "fp32", **options: object) -> tuple[torch.nn.Parameter, torch.optim.Optimizer, Precision]:
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    optimizer = build_optimizer({"unet": {"w": weight}}, OptimizerConfig(learning_rate=0.1))
+    return weight, optimizer, Precision(PrecisionConfig(**options), compute, CPU)  # type: ignore[arg-type]
+
+
+def step(weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer, precision: Precision, scale: float = 1.0) -> str:
+    precision.backward((weight * scale).square().sum().view(1), 1)
+    reading = precision.read(optimizer)
+    verdict = precision.judge(reading)
+    if verdict.action == "apply":
+        precision.apply(optimizer, reading, 1.0)
+    else:
+        precision.reject(optimizer, verdict, reading)
+    return verdict.action
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_kind_loss_scale_no_scaler_without_fp16(compute: str) -> None:
+    """B07: bf16 and fp32 have no scaler; the scale reads 1."""
+    weight, optimizer, precision = make(compute)
+    precision.backward(weight.square().sum().view(1), 1)
+    reading = precision.read(optimizer)
+    assert not precision.scaled and reading.loss_scale == 1.0
+    assert reading.grad_norm == pytest.approx(2 * math.sqrt(14), rel=1e-6)
+
+
+def test_fp16_norm_is_unscaled() -> None:
+    weight, optimizer, precision = make("fp16", initial_loss_scale=1024.0)
+    precision.backward(weight.square().sum().view(1), 1)
+    reading = precision.read(optimizer)
+    assert reading.loss_scale == 1024.0
+    assert reading.grad_norm == pytest.approx(2 * math.sqrt(14), rel=1e-6)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_kind_grad_clip_accumulation_equals_one_batch(compute: str) -> None:
+    """B08: accumulation 4 x 1 equals batch 4 in norm and update, and the logged loss is the mean of the four."""
+    inputs = torch.tensor([0.5, 1.0, 2.0, 4.0])
+    results = []
+    for groups in (inputs.split(1), inputs.split(4)):
+        weight, optimizer, precision = make(compute, initial_loss_scale=1024.0)
+        for group in groups:
+            precision.backward((group[:, None] * weight).square().sum(1), 4)
+        reading = precision.read(optimizer)
+        assert precision.apply(optimizer, reading, 1.0)
+        results.append((reading, weight.detach().clone()))
+    (one, first), (four, second) = results
+    assert one.grad_norm == pytest.approx(four.grad_norm, rel=1e-6)
+    assert one.loss == pytest.approx(four.loss, rel=1e-6)
+    assert one.loss == pytest.approx(float((inputs.square() * 14).mean()), rel=1e-6)
+    torch.testing.assert_close(first, second)
+
+
+def test_exactly_one_device_read_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way of reading a tensor on the host is counted, over several steps with scaler and clipping."""
+    weight, optimizer, precision = make("fp16", initial_loss_scale=16.0)
+    step(weight, optimizer, precision)
+    reads: list[str] = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self: torch.Tensor, *args: object, _name: str = name, _original: object = original) -> object:
+            # AdamW's own step counter is a CPU number, not a read from the device.
+            if self.numel() != 1 or self.requires_grad or _name != "item":
+                reads.append(_name)
+            return _original(self, *args)  # type: ignore[operator]
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    for _ in range(3):
+        assert step(weight, optimizer, precision) == "apply"
+    assert reads == ["tolist"] * 3
+
+
+def test_rejected_step_leaves_everything_untouched() -> None:
+    """Kind non-finite: a NaN loss changes neither weights nor moments nor the loss scale."""
+    weight, optimizer, precision = make("fp16", initial_loss_scale=64.0)
+    step(weight, optimizer, precision)
+    before, (moments, counts) = weight.detach().clone(), optimizer_state(optimizer)
+    precision.backward((weight * float("nan")).sum().view(1), 1)
+    reading = precision.read(optimizer)
+    verdict = precision.judge(reading)
+    assert (verdict.action, verdict.kind) == ("reject", "loss")
+    assert nonfinite_parameters(optimizer) == ("w",)
+    assert bad_samples(reading, ["a.png"]) == ("a.png",)
+    precision.reject(optimizer, verdict, reading)
+    after, after_counts = optimizer_state(optimizer)
+    assert torch.equal(weight, before) and after_counts == counts
+    assert all(torch.equal(after[name], moments[name]) for name in moments)
+    assert precision.state_dict()["scaler"]["scale"] == 64.0
+    assert step(weight, optimizer, precision) == "apply"
+    assert precision.rejected_in_a_row == 0
+
+
+def test_overflow_halves_the_scale() -> None:
+    weight, optimizer, precision = make("fp16", initial_loss_scale=2.0**40)
+    precision.backward((weight * 1e15).square().sum().view(1), 1)
+    reading = precision.read(optimizer)
+    verdict = precision.judge(reading)
+    assert (verdict.action, verdict.kind) == ("reject", "overflow")
+    assert "loss scale 1.09951e+12" in verdict.reason
+    precision.reject(optimizer, verdict, reading)
+    assert precision.state_dict()["scaler"]["scale"] == 2.0**39
+
+
+def test_kind_loss_scale_halts_after_rejected_steps_in_a_row() -> None:
+    """B04: the run ends with a reason instead of halving the scale for ever; the weights never moved."""
+    weight, optimizer, precision = make("fp16", max_rejected_steps=8)
+    before = weight.detach().clone()
+    actions = [step(weight, optimizer, precision, scale=float("inf")) for _ in range(8)]
+    assert actions == ["reject"] * 7 + ["halt"]
+    assert torch.equal(weight, before) and not optimizer.state
+
+
+def test_clipping_uses_the_measured_norm() -> None:
+    weight, optimizer, precision = make()
+    precision.backward(weight.square().sum().view(1), 1)
+    reading = precision.read(optimizer)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(weight.grad.norm().item()))  # type: ignore[union-attr]
+    assert precision.apply(optimizer, reading, 0.5)
+    assert seen[0] == pytest.approx(0.5, rel=1e-6)
+
+
+def test_half_precision_parameters_are_refused() -> None:
+    """Kind precision-params (B66)."""
+    half = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="must be float32"):
+        build_optimizer({"unet": {"w": half}}, OptimizerConfig())
+
+
+def test_optimizer_state_round_trip_by_name() -> None:
+    weight, optimizer, precision = make()
+    for _ in range(3):
+        step(weight, optimizer, precision)
+    tensors, numbers = optimizer_state(optimizer)
+    other, fresh, _ = make()
+    with torch.no_grad():
+        other.copy_(weight)
+    load_optimizer_state(fresh, tensors, numbers)
+    assert numbers == {"step/w": 3.0} and fresh.param_groups[0]["lr"] == 0.1
+    step(weight, optimizer, precision)
+    step(other, fresh, precision)
+    assert torch.equal(weight, other)
+
+
+def test_kind_resume_config_foreign_optimizer_state_is_refused_by_name() -> None:
+    """B21: another rank or part is listed; nothing is half-loaded."""
+    _, optimizer, _ = make()
+    with pytest.raises(CheckpointError) as caught:
+        load_optimizer_state(optimizer, {"exp_avg/w": torch.zeros(5), "exp_avg/te2": torch.zeros(3)}, {})
+    assert any("w: (5,) in the checkpoint, (3,) now" in line for line in caught.value.differences)
+    assert any("te2: in the checkpoint only" in line for line in caught.value.differences)
+    assert not optimizer.state
+
+
+def test_gradient_config_default_clips_at_one() -> None:
+    assert GradientConfig().max_norm == 1.0
