@@ -38,13 +38,19 @@ def shipped_config(model: str, part: str) -> dict[str, Any] | None:
 
 def read_config(folder: Path, part: str) -> dict[str, Any] | None:
     """The JSON config of a part in a diffusers-like folder, None when there is none."""
-    path = folder / "scheduler" / "scheduler_config.json" if part == "scheduler" else folder / FOLDERS[part] / "config.json"
+    path = (
+        folder / "scheduler" / "scheduler_config.json"
+        if part == "scheduler"
+        else folder / FOLDERS[part] / "config.json"
+    )
     if not path.is_file():
         return None
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise ModelFileError(f"'{path}' cannot be read as JSON: {error}. Restore it or leave config_dir out.", path) from error
+        raise ModelFileError(
+            f"'{path}' cannot be read as JSON: {error}. Restore it or leave config_dir out.", path
+        ) from error
 
 
 def find_configs(
@@ -52,7 +58,9 @@ def find_configs(
 ) -> ModelConfigs:
     """Configs for the asked parts; `vae` is the source of the VAE that will be used (often `source` itself)."""
     if config_dir is not None and not config_dir.is_dir():
-        raise ModelFileError(f"config_dir '{config_dir}' is not a folder. Give a folder with unet/config.json and so on.", config_dir)
+        raise ModelFileError(
+            f"config_dir '{config_dir}' is not a folder. Give a folder with unet/config.json and so on.", config_dir
+        )
     found: dict[str, Mapping[str, Any]] = {}
     origins: dict[str, str] = {}
     notes: list[str] = []
@@ -92,7 +100,8 @@ def shape_facts(part: str, shapes: Shapes, path: Path) -> dict[str, Any]:
         return readers[part](shapes)
     except (KeyError, IndexError) as error:
         raise ModelFileError(
-            f"'{path}' is no complete SDXL model: the {FOLDERS[part]} lacks the tensor {error}. Get the file again.", path
+            f"'{path}' is no complete SDXL model: the {FOLDERS[part]} lacks the tensor {error}. Get the file again.",
+            path,
         ) from error
 
 

@@ -18,7 +18,7 @@ NEED = "Training needs an SDXL base checkpoint (.safetensors) or its diffusers f
 
 @dataclass(frozen=True)
 class Family:
-    """`name` is a short id (`sdxl` is the only one that can be trained), `what` completes the sentence 'This is ...'."""
+    """`name` is a short id (`sdxl` is the only one that can be trained); `what` ends the sentence 'This is ...'."""
 
     name: str
     what: str
@@ -46,8 +46,13 @@ def _any(entries: Iterable[str], *beginnings: str) -> bool:
 
 def _adapter(entries: Mapping[str, Entry]) -> Family | None:
     if any(mark in name for name in entries for mark in LORA_MARKS):
-        return Family("lora", "a LoRA (an adapter), not a base model", f"{NEED} A LoRA to start from goes into lora.weights.")
-    if _any(entries, "control_model.", "controlnet_", "input_hint_block.") or "controlnet_cond_embedding.conv_in.weight" in entries:
+        return Family(
+            "lora", "a LoRA (an adapter), not a base model", f"{NEED} A LoRA to start from goes into lora.weights."
+        )
+    if (
+        _any(entries, "control_model.", "controlnet_", "input_hint_block.")
+        or "controlnet_cond_embedding.conv_in.weight" in entries
+    ):
         return Family("controlnet", "a ControlNet, not a base model")
     if _any(entries, "image_proj.", "ip_adapter."):
         return Family("ip_adapter", "an IP-Adapter, not a base model")
@@ -59,13 +64,26 @@ def _adapter(entries: Mapping[str, Entry]) -> Family | None:
 def _transformer(entries: Mapping[str, Entry]) -> Family | None:
     """Families whose denoiser is a transformer; their names may or may not carry the single-file prefix."""
     for prefix in ("", UNET_PREFIX):
-        if _any(entries, f"{prefix}double_blocks.", f"{prefix}single_blocks.") or _any(entries, f"{prefix}single_transformer_blocks."):
+        if _any(entries, f"{prefix}double_blocks.", f"{prefix}single_blocks.") or _any(
+            entries, f"{prefix}single_transformer_blocks."
+        ):
             return Family("flux", "a Flux model (or one of its kin), not SDXL")
         if _any(entries, f"{prefix}joint_blocks.") or f"{prefix}pos_embed.proj.weight" in entries:
             return Family("sd3", "a Stable Diffusion 3 model, not SDXL")
-        if _any(entries, f"{prefix}down_blocks.0.channelwise", f"{prefix}down_blocks.0.0.channelwise", f"{prefix}clip_txt_mapper."):
+        if _any(
+            entries,
+            f"{prefix}down_blocks.0.channelwise",
+            f"{prefix}down_blocks.0.0.channelwise",
+            f"{prefix}clip_txt_mapper.",
+        ):
             return Family("cascade", "a Stable Cascade model, not SDXL")
-        if _any(entries, f"{prefix}blocks.0.", f"{prefix}layers.0.", f"{prefix}transformer_blocks.0.", f"{prefix}joint_transformer_blocks."):
+        if _any(
+            entries,
+            f"{prefix}blocks.0.",
+            f"{prefix}layers.0.",
+            f"{prefix}transformer_blocks.0.",
+            f"{prefix}joint_transformer_blocks.",
+        ):
             return Family("transformer", "a diffusion transformer of another family, not SDXL")
     return None
 
@@ -79,12 +97,20 @@ def _unet_checkpoint(entries: Mapping[str, Entry]) -> Family | None:
         return family
     channels = first.shape[1]
     if channels == 9:
-        return Family("sdxl_inpainting", "an SDXL inpainting checkpoint (9 input channels)", f"{NEED} Inpainting checkpoints take other inputs.")
+        return Family(
+            "sdxl_inpainting",
+            "an SDXL inpainting checkpoint (9 input channels)",
+            f"{NEED} Inpainting checkpoints take other inputs.",
+        )
     if channels != 4:
         return Family("sdxl_edit", f"an SDXL variant with {channels} input channels (an editing or inpainting model)")
     if "edm_mean" in entries or "edm_vpred.sigma_max" in entries:
         kind = "Playground v2.5" if "edm_mean" in entries else "CosXL"
-        return Family("sdxl_edm", f"an SDXL variant with an EDM noise schedule ({kind})", f"{NEED} EDM schedules are not supported.")
+        return Family(
+            "sdxl_edm",
+            f"an SDXL variant with an EDM noise schedule ({kind})",
+            f"{NEED} EDM schedules are not supported.",
+        )
     return family
 
 

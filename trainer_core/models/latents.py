@@ -1,8 +1,8 @@
-"""Pictures <-> latents, always in fp32 with autocast off: SDXL's VAE leaves the range of fp16 (B01, B02 of the cases)."""
+"""Pictures <-> latents, always in fp32 with autocast off: SDXL's VAE overflows in fp16 (cases B01, B02)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,8 @@ def decode_latents(vae: AutoencoderKL, latents_BCHW: torch.Tensor, vae_scale: fl
     weight = vae.decoder.conv_in.weight
     latents_BCHW = latents_BCHW.to(device=weight.device, dtype=torch.float32) / vae_scale
     with torch.autocast(device_type=weight.device.type, enabled=False):
-        images_B3HW = vae.decode(latents_BCHW, return_dict=False)[0]
+        decoded: Any = vae.decode(latents_BCHW, return_dict=False)  # type: ignore[arg-type]  # diffusers says FloatTensor
+    images_B3HW: torch.Tensor = decoded[0]
     _require_finite("The VAE made no usable picture (NaN or infinity)", images_B3HW)
     return (images_B3HW.float() / 2 + 0.5).clamp(0, 1)
 
@@ -48,7 +49,7 @@ def _require_finite(message: str, *tensors: torch.Tensor) -> None:
     if bool(bad.any()):
         places = [str(index) for index in bad.nonzero().flatten().tolist()]
         raise NonFiniteError(
-            f"{message} for position {', '.join(places)} of the batch, in fp32. The picture holds unusual values or the VAE is "
-            "damaged: look at the picture, and give another VAE (model.vae) if it is fine.",
+            f"{message} for position {', '.join(places)} of the batch, in fp32. The picture holds unusual values "
+            "or the VAE is damaged: look at the picture, and give another VAE (model.vae) if it is fine.",
             sample_ids=places,
         )

@@ -85,7 +85,9 @@ def load_sdxl(
 def load_vae(path: str | Path, device: str | torch.device = "cpu") -> AutoencoderKL:
     """Load a VAE alone, always fp32 (for decoding or caching without the rest)."""
     source = find_vae(resolve_path(path))
-    configs = find_configs(Source(source.path, source.kind, {part: {} for part in FOLDERS}), source, None, parts=("vae",))
+    configs = find_configs(
+        Source(source.path, source.kind, {part: {} for part in FOLDERS}), source, None, parts=("vae",)
+    )
     module = build_on_meta(_builder("vae", configs.parts["vae"]))
     with Reader(torch.float32, torch.device(device)) as reader:
         fill("vae", module, source.parts["vae"], source.path, reader)
@@ -100,7 +102,7 @@ def plan(
     vae_source = source if vae is None else find_vae(resolve_path(vae))
     if not vae_source.parts["vae"]:
         raise ModelFileError(
-            f"'{source.path}' holds no VAE (its training pictures could not be encoded). Give one with model.vae: an SDXL VAE "
+            f"'{source.path}' holds no VAE (pictures could not be encoded). Give one with model.vae: an SDXL VAE "
             "file or folder, for example the vae folder of the model that this checkpoint was made from.",
             source.path,
         )
@@ -113,12 +115,13 @@ def _check_vae(config: Mapping[str, Any], path: Path) -> None:
     channels = config.get("latent_channels", 4)
     if channels != 4:
         raise ModelFileError(
-            f"The VAE in '{path}' has {channels} latent channels (a Flux or SD3 VAE?); SDXL needs 4. Give an SDXL VAE.", path
+            f"The VAE in '{path}' has {channels} latent channels (a Flux or SD3 VAE?); SDXL needs 4. Give an SDXL VAE.",
+            path,
         )
     if config.get("scaling_factor") == SD1_VAE_SCALE:
         raise ModelFileError(
-            f"The VAE in '{path}' is one of Stable Diffusion 1.x / 2.x (scaling factor {SD1_VAE_SCALE}; SDXL's is 0.13025): "
-            "SDXL cannot read its latents. Give an SDXL VAE.",
+            f"The VAE in '{path}' is one of Stable Diffusion 1.x / 2.x (scaling factor {SD1_VAE_SCALE}; SDXL's is "
+            "0.13025): SDXL cannot read its latents. Give an SDXL VAE.",
             path,
         )
 
@@ -128,7 +131,11 @@ def _builder(part: str, config: Mapping[str, Any]) -> Callable[[], nn.Module]:
     import transformers
 
     if part in ("te1", "te2"):
-        fields = {key: value for key, value in config.items() if key not in ("architectures", "model_type", "torch_dtype", "dtype")}
+        fields = {
+            key: value
+            for key, value in config.items()
+            if key not in ("architectures", "model_type", "torch_dtype", "dtype")
+        }
         kind = transformers.CLIPTextModel if part == "te1" else transformers.CLIPTextModelWithProjection
         return lambda: kind(transformers.CLIPTextConfig(**fields))
     model: Any = diffusers.UNet2DConditionModel if part == "unet" else diffusers.AutoencoderKL
@@ -157,7 +164,9 @@ def found_prediction_type(source: Source, configs: ModelConfigs, wanted: str = "
     said = source.metadata.get("modelspec.prediction_type") or configs.scheduler.get("prediction_type", "epsilon")
     if said not in PREDICTION_TYPES:
         raise ModelFileError(
-            f"'{source.path}' predicts '{said}'; supported are epsilon and v. Set model.prediction_type if that is wrong.", source.path
+            f"'{source.path}' predicts '{said}'; supported are epsilon and v. "
+            "Set model.prediction_type if that is wrong.",
+            source.path,
         )
     return PREDICTION_TYPES[said]
 
@@ -165,20 +174,25 @@ def found_prediction_type(source: Source, configs: ModelConfigs, wanted: str = "
 def found_zero_terminal_snr(source: Source, configs: ModelConfigs, wanted: str | bool = "auto") -> bool:
     """Whether the noise schedule ends in pure noise: `wanted` if it says, else marker key or scheduler config."""
     if wanted in ("auto", "true", "false"):
-        return "ztsnr" in source.markers or bool(configs.scheduler.get("rescale_betas_zero_snr", False)) if wanted == "auto" else wanted == "true"
+        return (
+            "ztsnr" in source.markers or bool(configs.scheduler.get("rescale_betas_zero_snr", False))
+            if wanted == "auto"
+            else wanted == "true"
+        )
     if not isinstance(wanted, bool):
         raise ValueError(f"zero_terminal_snr must be 'auto', True or False, got {wanted!r}")
     return wanted
 
 
 def ignored_note(source: Source) -> tuple[str, ...]:
-    """Weights of the file that take no part: EMA copies and schedule tables are usual, anything else is worth a word."""
+    """What of the file takes no part: EMA copies and schedule tables are usual, anything else is worth a word."""
     usual = ("model_ema.", "denoiser.", "alphas_", "betas", "sqrt_", "log_one_minus_", "posterior_", "logvar", "loss.")
     ema = sum(name.startswith("model_ema.") for name in source.ignored)
     odd = [
         name
         for name in source.ignored
-        if not name.startswith(usual) and not name.endswith(("position_ids", "logit_scale", "attn_mask", "num_updates", "decay"))
+        if not name.startswith(usual)
+        and not name.endswith(("position_ids", "logit_scale", "attn_mask", "num_updates", "decay"))
     ]
     notes = [f"{ema} EMA tensors were left out; the plain weights are used."] if ema else []
     if odd:

@@ -81,7 +81,8 @@ class SDXLModel:
 
     def to(self, device: torch.device | str) -> SDXLModel:
         """Move every part; types stay."""
-        for module in (*self.parts.values(), self.vae):
+        modules: list[nn.Module] = [*self.parts.values(), self.vae]
+        for module in modules:
             module.to(device)
         return self
 

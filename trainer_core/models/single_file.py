@@ -26,8 +26,8 @@ def save_single_file(
 ) -> Path:
     """Write UNet, text encoders and VAE under SGM names, all in `dtype`, one tensor in memory at a time.
 
-    The configs go into the header's metadata (`safe_scaler.configs`), because shapes do not tell all of them; the marker
-    keys `v_pred` and `ztsnr` are written where they hold. Temporary name, flush, rename.
+    The configs go into the header's metadata (`safe_scaler.configs`), because shapes do not tell all of them; the
+    marker keys `v_pred` and `ztsnr` are written where they hold. Temporary name, flush, rename.
     """
     tensors = _outgoing(model, dtype, with_vae)
     if model.prediction_type == "v":
@@ -41,7 +41,10 @@ def save_single_file(
 
 
 def _outgoing(model: SDXLModel, dtype: torch.dtype, with_vae: bool) -> dict[str, Outgoing]:
-    layers, levels = int(model.configs["unet"].get("layers_per_block", 2)), len(model.configs["unet"]["block_out_channels"])
+    layers, levels = (
+        int(model.configs["unet"].get("layers_per_block", 2)),
+        len(model.configs["unet"]["block_out_channels"]),
+    )
     depth = len(model.configs["vae"]["block_out_channels"])
     found: dict[str, Outgoing] = {}
 

@@ -182,7 +182,9 @@ def _metadata_configs(file: TensorFile) -> dict[str, dict[str, Any]]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ModelFileError(f"'{file.path}' is damaged: its metadata '{CONFIG_KEY}' is not readable.", file.path) from error
+        raise ModelFileError(
+            f"'{file.path}' is damaged: its metadata '{CONFIG_KEY}' is not readable.", file.path
+        ) from error
     return {part: dict(config) for part, config in found.items()}
 
 
@@ -197,8 +199,8 @@ def _folder_source(path: Path) -> Source:
             continue
         if not config_file.is_file():
             raise ModelFileError(
-                f"'{path}' is no complete diffusers SDXL folder: '{folder}/config.json' is missing. Download the folder "
-                "again with all its files, or give a single .safetensors checkpoint.",
+                f"'{path}' is no complete diffusers SDXL folder: '{folder}/config.json' is missing. Download the "
+                "folder again with all its files, or give a single .safetensors checkpoint.",
                 path,
             )
         configs[part] = _read_json(config_file)
@@ -219,12 +221,15 @@ def _check_folder(path: Path) -> None:
         hint = f"It holds {', '.join(files[:5])}: give one of these files. " if files else ""
         raise ModelFileError(
             f"'{path}' is a folder, but not a diffusers SDXL folder: there is no model_index.json in it. {hint}"
-            "Allowed are an SDXL .safetensors file or a diffusers folder with unet/, vae/, text_encoder/, text_encoder_2/.",
+            "Allowed are an SDXL .safetensors file or a diffusers folder with unet/, vae/, text_encoder/ and "
+            "text_encoder_2/.",
             path,
         )
     kind = str(_read_json(index).get("_class_name", ""))
     if not kind.startswith("StableDiffusionXL"):
-        family = {"StableDiffusionPipeline": "Stable Diffusion 1.x or 2.x", "FluxPipeline": "Flux"}.get(kind, kind or "another kind")
+        family = {"StableDiffusionPipeline": "Stable Diffusion 1.x or 2.x", "FluxPipeline": "Flux"}.get(
+            kind, kind or "another kind"
+        )
         raise ModelFileError(f"'{path}' is a diffusers folder of {family}, not of SDXL. Give an SDXL base model.", path)
     if not (path / "text_encoder" / "config.json").is_file() and (path / "text_encoder_2" / "config.json").is_file():
         raise ModelFileError(f"'{path}' is a diffusers folder of the SDXL refiner. Give the SDXL base model.", path)

@@ -67,7 +67,7 @@ class TensorFile:
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
         if entry.end > entry.begin:
-            target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            target = _bytes_of(tensor)
             handle.seek(entry.begin)
             filled = 0
             while filled < len(target):
@@ -230,4 +230,10 @@ def _write_values(file: BinaryIO, tensors: Iterable[tuple[str, Outgoing]]) -> No
         if tuple(values.shape) != outgoing.shape:
             raise ValueError(f"{name}: announced shape {outgoing.shape}, got {tuple(values.shape)}")
         if values.numel():
-            file.write(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+            file.write(_bytes_of(values))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)

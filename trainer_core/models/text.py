@@ -46,7 +46,9 @@ def encode_captions(model: SDXLModel, captions: Sequence[str], *, max_token_leng
     return TextEmbeds(context_BTD, pooled_BD)
 
 
-def token_chunks(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_token_length: int = CHUNK) -> torch.Tensor:
+def token_chunks(
+    tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_token_length: int = CHUNK
+) -> torch.Tensor:
     """Token ids (B, N, 77) of N chunks: each has a start, 75 tokens of the caption and an end.
 
     The text is tokenised once to 75 N + 2 with padding; chunk i is [start] + ids[1 + 75 i : 76 + 75 i] + [last id].

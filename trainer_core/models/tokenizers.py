@@ -40,13 +40,21 @@ def sdxl_merges() -> list[str]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         merges = file.read().splitlines()
     if len(merges) != SDXL_MERGES:
-        raise ModelFileError(f"'{path}' is damaged: {len(merges)} merges instead of {SDXL_MERGES}. Install the package again.", path)
+        raise ModelFileError(
+            f"'{path}' is damaged: {len(merges)} merges instead of {SDXL_MERGES}. Install the package again.", path
+        )
     return merges
 
 
 def vocabulary_of(merges: list[str]) -> dict[str, int]:
     symbols = byte_symbols()
-    tokens = [*symbols, *(f"{symbol}</w>" for symbol in symbols), *("".join(merge.split()) for merge in merges), START, END]
+    tokens = [
+        *symbols,
+        *(f"{symbol}</w>" for symbol in symbols),
+        *("".join(merge.split()) for merge in merges),
+        START,
+        END,
+    ]
     return {token: index for index, token in enumerate(tokens)}
 
 
@@ -64,8 +72,8 @@ def load_tokenizers(
         candidates = [place / name for place in (config_dir, folder) if place is not None]
         found = next((place for place in candidates if place.is_dir() and any(place.iterdir())), None)
         if found is None and size == SDXL_VOCABULARY:
-            shipped = shipped or _write_sdxl()
-            tokenizers.append(_from_files(*shipped, _PADDING[index]))
+            shipped = shipped or _sdxl_tables()
+            tokenizers.append(_from_tables(shipped[0], shipped[1], _PADDING[index]))
         else:
             tokenizers.append(_from_folder(found or _shipped_toy(name, size), size))
     return tokenizers[0], tokenizers[1]
@@ -77,24 +85,33 @@ def _shipped_toy(name: str, size: int) -> Path:
     if vocabulary.is_file() and len(json.loads(vocabulary.read_text(encoding="utf-8"))) == size:
         return place
     raise ModelFileError(
-        f"No {name} for a text encoder with {size} tokens: the shipped ones have {SDXL_VOCABULARY} (SDXL) or belong to the "
-        f"toy. Give config_dir with a {name}/ folder (vocab.json and merges.txt), or a diffusers folder."
+        f"No {name} for a text encoder with {size} tokens: the shipped ones have {SDXL_VOCABULARY} (SDXL) or "
+        f"belong to the toy. Give config_dir with a {name}/ folder (vocab.json and merges.txt), or a diffusers folder."
     )
 
 
-def _write_sdxl() -> tuple[dict[str, int], list[str]]:
+def _sdxl_tables() -> tuple[dict[str, int], list[str]]:
     merges = sdxl_merges()
     vocabulary = vocabulary_of(merges)
     if len(vocabulary) != SDXL_VOCABULARY:
-        raise ModelFileError(f"The shipped CLIP vocabulary has {len(vocabulary)} tokens instead of {SDXL_VOCABULARY}. Install the package again.")
+        raise ModelFileError(
+            f"The shipped CLIP vocabulary has {len(vocabulary)} tokens instead of {SDXL_VOCABULARY}. "
+            "Install the package again."
+        )
     return vocabulary, merges
 
 
-def _from_files(vocabulary: Mapping[str, int], merges: list[str], padding: str) -> PreTrainedTokenizerBase:
+def _from_tables(vocabulary: Mapping[str, int], merges: list[str], padding: str) -> PreTrainedTokenizerBase:
     """A fast CLIP tokenizer; transformers 5 takes tables, 4 takes files (written to a folder that is deleted)."""
     import transformers
 
-    options: dict[str, Any] = {"unk_token": END, "bos_token": START, "eos_token": END, "pad_token": padding, "model_max_length": 77}
+    options: dict[str, Any] = {
+        "unk_token": END,
+        "bos_token": START,
+        "eos_token": END,
+        "pad_token": padding,
+        "model_max_length": 77,
+    }
     if int(transformers.__version__.split(".")[0]) >= 5:
         pairs: Any = [tuple(merge.split()) for merge in merges]
         return transformers.CLIPTokenizer(vocab=dict(vocabulary), merges=pairs, **options)
@@ -102,7 +119,7 @@ def _from_files(vocabulary: Mapping[str, int], merges: list[str], padding: str) 
         vocab_file, merges_file = Path(folder) / "vocab.json", Path(folder) / "merges.txt"
         vocab_file.write_text(json.dumps(dict(vocabulary)), encoding="utf-8")
         merges_file.write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
-        fast: Any = transformers.CLIPTokenizerFast
+        fast: Any = getattr(transformers, "CLIPTokenizerFast")  # noqa: B009 - not in transformers 5
         return fast(vocab_file=str(vocab_file), merges_file=str(merges_file), **options)
 
 
@@ -113,11 +130,13 @@ def _from_folder(folder: Path, size: int) -> PreTrainedTokenizerBase:
     try:
         tokenizer = kind.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
-        raise ModelFileError(f"The tokenizer in '{folder}' cannot be read: {error}. Restore its vocab.json and merges.txt.", folder) from error
+        raise ModelFileError(
+            f"The tokenizer in '{folder}' cannot be read: {error}. Restore its vocab.json and merges.txt.", folder
+        ) from error
     if not 0 < len(tokenizer) <= size or len(tokenizer) <= 3 or tokenizer.eos_token_id is None:
         raise ModelFileError(
-            f"The tokenizer in '{folder}' has {len(tokenizer)} tokens, its text encoder {size}. Restore the folder's vocab.json "
-            "and merges.txt; they must be the ones that the model was trained with.",
+            f"The tokenizer in '{folder}' has {len(tokenizer)} tokens, its text encoder {size}. Restore the folder's "
+            "vocab.json and merges.txt; they must be the ones that the model was trained with.",
             folder,
         )
     return tokenizer

@@ -91,14 +91,16 @@ def check_shapes(part: str, module: nn.Module, slots: Mapping[str, Slot], path: 
     ]
     if faults:
         raise ModelFileError(
-            f"'{path}': the {FOLDERS[part]} does not fit its config: {'; '.join(faults)}. The file is incomplete, or a variant of "
-            "SDXL with other blocks (such as SSD-1B), or config_dir belongs to another model. Give a complete SDXL base model.",
+            f"'{path}': the {FOLDERS[part]} does not fit its config: {'; '.join(faults)}. The file is "
+            "incomplete, or a variant of SDXL with other blocks (such as SSD-1B), or config_dir belongs to another model. "
+            "Give a complete SDXL base model.",
             path,
         )
     bad = sorted({slot.entry.dtype for slot in slots.values() if slot.entry.dtype not in LOADABLE})
     if bad:
         raise ModelFileError(
-            f"'{path}': the {FOLDERS[part]} holds weights of type {', '.join(bad)} (quantised). Training needs fp16, bf16 or fp32 weights.",
+            f"'{path}': the {FOLDERS[part]} holds weights of type {', '.join(bad)} (quantised). "
+            "Training needs fp16, bf16 or fp32 weights.",
             path,
         )
     return wanted
