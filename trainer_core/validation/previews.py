@@ -169,7 +169,7 @@ def png_text(prompt: PreviewPrompt, step: int) -> dict[str, str]:
         f"Size: {prompt.width}x{prompt.height}, Training step: {step}"
     )
     return {
-        "parameters": f"{prompt.prompt}{negative}\n{settings}",
+        "parameters": f"{prompt.text}{negative}\n{settings}",
         "safe_scaler": json.dumps({**asdict(prompt), "step": step}, ensure_ascii=False, sort_keys=True),
     }
 

@@ -54,7 +54,7 @@ _MAX_SEED = 2**63 - 1
 class PreviewPrompt:
     """One preview picture: what to draw, and how. Width and height in pixels."""
 
-    prompt: str
+    text: str
     negative: str
     width: int
     height: int
@@ -148,7 +148,7 @@ def parse_prompt_line(
         raise ConfigError(problems)
     width, height, warnings = _size(values, config, rule, shown=text.strip())
     prompt = PreviewPrompt(
-        prompt=text.strip(),
+        text=text.strip(),
         negative=values.get("n", config.negative),
         width=width,
         height=height,

@@ -70,7 +70,7 @@ def encode_prompts(model: SDXLModel, prompts: Sequence[PreviewPrompt], *, max_to
     """
     from ..models import encode_captions
 
-    texts = [prompt.prompt for prompt in prompts] + [prompt.negative for prompt in prompts]
+    texts = [prompt.text for prompt in prompts] + [prompt.negative for prompt in prompts]
     embeds = encode_captions(model, texts, max_token_length=max_token_length)
     count = len(prompts)
     return Conditioning(
@@ -101,7 +101,7 @@ def sample_latents(
     should_stop: Callable[[], bool] | None = None,
     compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> torch.Tensor:
-    """Denoised latents (B, C, H, W), float32, times the latent scale factor, on the UNet's device.
+    """Denoised latents (B, C, H, W), float32, times the latent scale factor, on the model's device.
 
     All prompts of a batch share size, steps and sampler; seeds and guidance are their own. A guidance of 1 or less
     means none, as in sd-scripts. `compute` makes the context around every UNet call (autocast); the loop is float32.
@@ -111,7 +111,7 @@ def sample_latents(
         SamplingStopped: `should_stop` said so; it is asked before every step.
     """
     first = _shared(prompts)
-    device = model.unet.device
+    device = model.device
     scheduler = make_scheduler(
         first.sampler, prediction_type=model.prediction_type, zero_terminal_snr=model.zero_terminal_snr
     )
@@ -144,13 +144,13 @@ class _Guided:
         self.model = model
         self.compute = compute
         self.doubled = any(prompt.guidance > 1.0 for prompt in prompts)
-        device, dtype = model.unet.device, model.unet.dtype
+        device = model.device
         context, pooled = [conditioning.context_BTD], [conditioning.pooled_BD]
         if self.doubled:
             context.append(conditioning.negative_context_BTD)
             pooled.append(conditioning.negative_pooled_BD)
-        self.context_BTD = torch.cat(context).to(device, dtype)
-        self.pooled_BD = torch.cat(pooled).to(device, dtype)
+        self.context_BTD = torch.cat(context).to(device)
+        self.pooled_BD = torch.cat(pooled).to(device)
         scales = [max(prompt.guidance, 1.0) for prompt in prompts]
         self.scale_B111 = torch.tensor(scales, device=device).view(-1, 1, 1, 1)
         size = [(p.height, p.width, 0, 0, p.height, p.width) for p in prompts] * len(context)
@@ -162,7 +162,7 @@ class _Guided:
         timesteps_B = torch.full((len(copies_BCHW),), timestep, device=copies_BCHW.device)
         with self.compute():
             prediction_BCHW = self.model.denoise(
-                copies_BCHW.to(self.model.unet.dtype), timesteps_B, self.context_BTD, self.pooled_BD, self.time_ids_B6
+                copies_BCHW, timesteps_B, self.context_BTD, self.pooled_BD, self.time_ids_B6
             ).float()
         if not self.doubled:
             return prediction_BCHW

@@ -106,10 +106,10 @@ class StableValidation:
         self.max_token_length = max_token_length
         self.compute = compute
 
-    def run(self, *, should_stop: Callable[[], bool] | None = None) -> ValidationResult:
+    def run(self, *, should_stop: Callable[[], bool] | None = None) -> ValidationResult | None:
         """Measure all pictures. Never raises for what goes wrong inside: that is logged and told in `failure`.
 
-        `should_stop` is asked before every picture; a stopped measurement is no result.
+        `should_stop` is asked before every picture; a stopped measurement is none and gives None.
         """
         start = time.perf_counter()
         failure = None
@@ -118,8 +118,8 @@ class StableValidation:
             with undisturbed(self.model, self.network):
                 for item in self.items:
                     if should_stop is not None and should_stop():
-                        failure = "The validation was stopped before all pictures were measured."
-                        break
+                        log.info("validation stopped after %d of %d pictures", len(losses), len(self.items))
+                        return None
                     losses[item.file] = self.measure(item)
         except Exception as error:
             failure = failure_text(error, "validation")
@@ -131,13 +131,13 @@ class StableValidation:
     @torch.no_grad()
     def measure(self, item: Picture) -> tuple[float, ...]:
         """Loss of one picture in each band, as the model stands (modes and multiplier are the caller's)."""
-        device, dtype = self.model.unet.device, self.model.unet.dtype
+        device = self.model.device
         batch = self.loader(item)
         latents_1CHW = (batch.mean_BCHW.to(device).float() * self.objective.vae_scale)[:1]
         time_ids_16 = batch.time_ids_B6[:1].to(device)
         with self.compute():
             embeds = self._encode([item.caption])
-        context_1TD, pooled_1D = embeds.context_BTD.to(device, dtype), embeds.pooled_BD.to(device, dtype)
+        context_1TD, pooled_1D = embeds.context_BTD.to(device), embeds.pooled_BD.to(device)
         key = sample_key(item.file, item.content_hash)
         losses = []
         for first in range(0, self.config.bands, _GROUP):
@@ -152,7 +152,7 @@ class StableValidation:
             target_BCHW = self.objective.schedule.target(latents_BCHW, noise_BCHW, timesteps_B)
             with self.compute():
                 prediction_BCHW = self.model.denoise(
-                    noisy_BCHW.to(dtype),
+                    noisy_BCHW,
                     timesteps_B,
                     context_1TD.expand(count, -1, -1),
                     pooled_1D.expand(count, -1),
