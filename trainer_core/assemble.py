@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .config import TrainConfig, trained_parts
-from .data import BatchLoader, BatchPlan, Item, LatentCache, ScanReport, TextCache, scan_dataset
+from .data import BatchLoader, BatchPlan, Item, LatentCache, ScanReport, StopRequested, TextCache, scan_dataset
+from .data.batches import plain_caption
 from .device import choose_compute, choose_device
 from .draws import Draws
 from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
 from .export import Exporter
 from .models import SDXLModel, inspect_model, load_sdxl
-from .networks import LoraNetwork, create_network, warm_start
+from .networks import LoraNetwork, create_network
 from .objective import NoiseSchedule, Objective
 from .optim import Precision, build_optimizer
-from .resume import RunIdentity, capture_state, restore_state
+from .resume import RunIdentity, capture_state, data_digest, restore_state
 from .session import Session
 from .trainer import Trainer, TrainerParts
 from .validation import Holdout, PreviewPrompt, StableValidation, choose_holdout, make_previews, read_prompts
 from .validation.prompts import size_rule
 
 if TYPE_CHECKING:
-    from .checkpoints import CheckpointStore
-    from .runs import Commands, RunDatabase, RunFolder
+    from .runs.database import RunDatabase
+    from .runs.folder import RunFolder
+    from .runs.protocol import Commands
     from .validation import PreviewResult
 
 log = logging.getLogger(__name__)
@@ -39,10 +41,6 @@ _MOST_WARNINGS = 50
 class Assembly:
     session: Session
     trainer: Trainer
-
-
-class Stopped(Exception):
-    """A stop was asked for before training began."""
 
 
 def assemble(
@@ -61,7 +59,7 @@ def assemble(
     """
     try:
         return _Assembler(folder, stored, config, bus, commands, database).assemble()
-    except Stopped:
+    except StopRequested:
         return None
 
 
@@ -89,7 +87,7 @@ class _Assembler:
 
     def assemble(self) -> Assembly:
         report = self._scan()
-        holdout = choose_holdout(report.items, self.config.validation, self.draws)
+        holdout = self._hold_out(report)
         plan = BatchPlan(holdout.training, self.config.dataset.batch_size, self.draws)
         self._warn("validation", holdout.reason)
         model = self._load()
@@ -118,12 +116,19 @@ class _Assembler:
             should_stop=self._stop_asked,
         )
         self._check_stop()
-        for line in report.problem_lines()[:_MOST_WARNINGS]:
+        lines = [f"left out: {file}: {reason}" for file, reason in report.refused] + list(report.warnings)
+        for line in lines[:_MOST_WARNINGS]:
             self._warn("data", line)
-        hidden = len(report.problem_lines()) - _MOST_WARNINGS
+        hidden = len(lines) - _MOST_WARNINGS
         if hidden > 0:
             self._warn("data", f"{hidden} more problems are listed by `safe-scaler scan {self.config.dataset.path}`.")
         return report
+
+    def _hold_out(self, report: ScanReport) -> Holdout:
+        """Prior pictures are trained on and never measured: they say nothing about the new concept."""
+        own = [item for item in report.items if not item.is_prior]
+        holdout = choose_holdout(own, self.config.validation, self.draws)
+        return replace(holdout, training=(*holdout.training, *(item for item in report.items if item.is_prior)))
 
     def _load(self) -> SDXLModel:
         self._phase("loading", detail=self.config.model.path)
@@ -143,9 +148,7 @@ class _Assembler:
         self._check_stop()
         return model
 
-    def _cache(
-        self, model: SDXLModel, report: ScanReport, holdout: Holdout[Item]
-    ) -> tuple[LatentCache, TextCache | None]:
+    def _cache(self, model: SDXLModel, report: ScanReport, holdout: Holdout) -> tuple[LatentCache, TextCache | None]:
         self._phase("caching", total=len(report.items))
         folder = _cache_folder(self.config)
         latents = LatentCache(folder, model.vae, model.fingerprints["vae"], self.config.dataset)
@@ -158,7 +161,7 @@ class _Assembler:
         texts = None
         if self._texts_are_cached():
             texts = TextCache(folder, model, self.config.dataset.max_token_length)
-            captions = sorted({item.caption for item in report.items} | {""})
+            captions = sorted({plain_caption(item) for item in report.items})
             texts.ensure(captions, should_stop=self._stop_asked)
             self._check_stop()
         return latents, texts
@@ -188,21 +191,21 @@ class _Assembler:
         self,
         parts: TrainerParts,
         report: ScanReport,
-        holdout: Holdout[Item],
+        holdout: Holdout,
         latents: LatentCache,
         texts: TextCache | None,
     ) -> tuple[Session, Trainer]:
-        from .checkpoints import CheckpointStore
+        from .checkpoints.store import CheckpointStore
 
         config = self.config
         total = total_steps(config, parts.plan)
-        identity = RunIdentity(config, parts.model.fingerprint, report.content_digest())
+        identity = RunIdentity(config, parts.model.fingerprint, data_digest(report.items))
         session = Session(
             folder=self.folder,
             config=config,
             bus=self.bus,
             commands=self.commands,
-            store=CheckpointStore(self.folder.checkpoints),
+            store=CheckpointStore(self.folder.checkpoints, run_id=self.folder.run_id),
             capture=lambda: capture_state(parts, trainer.state, session, identity),
             identity=identity,
             export=Exporter(self.folder.run_id, config, parts, report, holdout, total, lambda: trainer.state),
@@ -225,7 +228,7 @@ class _Assembler:
         return session, trainer
 
     def _validation(
-        self, parts: TrainerParts, holdout: Holdout[Item], latents: LatentCache, texts: TextCache | None
+        self, parts: TrainerParts, holdout: Holdout, latents: LatentCache, texts: TextCache | None
     ) -> StableValidation | None:
         if not self.config.validation.enabled or not holdout.measured:
             return None
@@ -310,7 +313,7 @@ class _Assembler:
 
     def _check_stop(self) -> None:
         if self._stop_asked():
-            raise Stopped
+            raise StopRequested
 
 
 def total_steps(config: TrainConfig, plan: BatchPlan) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 from .assemble import Assembly, assemble
 from .config import TrainConfig, trained_parts
 from .config_io import from_dict, to_dict
-from .config_rules import check
-from .errors import TrainerError
+from .config_rules import problems
+from .errors import ConfigError, TrainerError
 from .events import EventBus, PhaseChanged, RunFinished, Warned
-from .runs import Commands, RunDatabase, RunFolder, check_writable, config_hash, free_name, new_run_id
+from .runs.database import RunDatabase
+from .runs.folder import RunFolder, check_writable, free_name, new_run_id
+from .runs.protocol import Commands
+from .runs.registry import config_hash
 
 if TYPE_CHECKING:
     from .events import Subscriber
@@ -52,7 +56,7 @@ def create_run(config: TrainConfig, notes: list[str] | None = None) -> RunFolder
         ConfigError: with all problems of the config.
         ResourceError: the output folder cannot be written.
     """
-    config = check(config)
+    config = _checked(config)
     output_dir = Path(config.run.output_dir).expanduser()
     check_writable(output_dir)
     run_id = new_run_id(datetime.now(timezone.utc))
@@ -72,21 +76,28 @@ def create_run(config: TrainConfig, notes: list[str] | None = None) -> RunFolder
     return folder
 
 
+def _checked(config: TrainConfig) -> TrainConfig:
+    """`config` with a seed, when every rule holds."""
+    if found := problems(config):
+        raise ConfigError(found)
+    if config.run.seed is None:
+        config = replace(config, run=replace(config.run, seed=secrets.randbelow(2**32)))
+    return config
+
+
 def start_run(
     config: TrainConfig,
     notes: list[str] | None = None,
     *,
     commands: Commands | None = None,
-    subscribers: tuple[Subscriber, ...] = (),
+    sink: Subscriber | None = None,
 ) -> TrainResult:
     """Create a run and train it in this process."""
     folder = create_run(config, notes)
-    return run(folder.path, commands=commands, subscribers=subscribers)
+    return run(folder.path, commands=commands, sink=sink)
 
 
-def run(
-    run_dir: str | Path, *, commands: Commands | None = None, subscribers: tuple[Subscriber, ...] = ()
-) -> TrainResult:
+def run(run_dir: str | Path, *, commands: Commands | None = None, sink: Subscriber | None = None) -> TrainResult:
     """Train the run in `run_dir` to its end, from its newest good checkpoint when it has one.
 
     A failure the user can act on is told as the last event and in the result; it is not raised.
@@ -97,9 +108,10 @@ def run(
     with folder.lock(), RunDatabase(folder.database_path) as database:
         bus.seq = database.last_seq()
         bus.subscribe(database)
-        for subscriber in subscribers:
-            bus.subscribe(subscriber)
+        if sink is not None:
+            bus.subscribe(sink)
         control = commands or Commands()
+        control.on_ack = bus.emit
         for note in stored.get("notes", []):
             bus.emit(Warned(topic="settings", message=note))
         return _Runner(folder, stored, bus, control, database).run()
@@ -223,7 +235,7 @@ def resume_run(
     changes: Callable[[TrainConfig], TrainConfig] | None = None,
     *,
     commands: Commands | None = None,
-    subscribers: tuple[Subscriber, ...] = (),
+    sink: Subscriber | None = None,
 ) -> TrainResult:
     """Go on with a stopped or interrupted run, with changed settings where `changes` makes them.
 
@@ -232,6 +244,6 @@ def resume_run(
     folder = RunFolder(Path(run_dir))
     stored = folder.read_config()
     if changes is not None:
-        stored["config"] = to_dict(check(changes(from_dict(stored["config"]))))
+        stored["config"] = to_dict(_checked(changes(from_dict(stored["config"]))))
         folder.write_config(stored)
-    return run(folder.path, commands=commands, subscribers=subscribers)
+    return run(folder.path, commands=commands, sink=sink)

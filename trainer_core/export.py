@@ -12,6 +12,7 @@ from . import __version__
 from .config import TrainConfig, trained_parts
 from .networks.export import ExportedLora, export_lora
 from .networks.metadata import FolderFacts, TrainingFacts, build_metadata, model_file_hashes, tag_frequency
+from .resume import data_digest
 from .trainer import TrainerParts, TrainState
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Exporter:
             validation_pictures=len(self.holdout.measured) if self.holdout.held_out else 0,
             tag_frequency={name: tag_frequency(captions) for name, captions in self._captions_by_folder.items()},
             buckets=_buckets(self.holdout.training),
-            dataset_hash=self.report.content_digest(),
+            dataset_hash=data_digest(self.report.items),
             version=__version__,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,8 @@ from .optim import load_optimizer_state, optimizer_state
 from .trainer import Trainer, TrainerParts, TrainState
 
 if TYPE_CHECKING:
-    from .checkpoints import RunState
+    from .checkpoints.store import RunState
+    from .data import Item
     from .session import Session
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy")
@@ -69,7 +72,7 @@ class Restored:
 
 def capture_state(parts: TrainerParts, state: TrainState, session: Session, identity: RunIdentity) -> RunState:
     """The whole state of a run after its last decided step."""
-    from .checkpoints import RunState
+    from .checkpoints.store import RunState
 
     tensors, numbers = optimizer_state(parts.optimizer)
     return RunState(
@@ -99,7 +102,7 @@ def restore_state(session: Session, trainer: Trainer) -> Restored | None:
     if not session.store.list():
         return None
     loaded = session.store.load("latest")
-    scalars = loaded.state.scalars
+    scalars = loaded.scalars
     bound, free = differences(scalars, session.identity)
     if bound:
         raise CheckpointError(
@@ -109,13 +112,13 @@ def restore_state(session: Session, trainer: Trainer) -> Restored | None:
             differences=bound,
         )
     parts = trainer.parts
-    parts.network.load_state_dict(loaded.state.adapter)
-    load_optimizer_state(parts.optimizer, loaded.state.optimizer, scalars["optimizer"])
+    parts.network.load_state_dict(loaded.adapter)
+    load_optimizer_state(parts.optimizer, loaded.optimizer, scalars["optimizer"])
     parts.precision.load_state_dict(scalars["precision"])
     trainer.state = TrainState.from_dict(scalars["counters"])
     session.validation_history[:] = scalars["validation"]
     session.resumed_from = loaded.name
-    return Restored(loaded.name, tuple(free), tuple(loaded.passed_over))
+    return Restored(loaded.name, tuple(free), loaded.passed_over)
 
 
 def differences(scalars: dict[str, Any], now: RunIdentity) -> tuple[list[str], list[str]]:
@@ -138,6 +141,14 @@ def differences(scalars: dict[str, Any], now: RunIdentity) -> tuple[list[str], l
         bound.append("the data set: pictures or captions were added, removed or edited")
     free.extend(_version_changes(scalars.get("versions", {})))
     return bound, free
+
+
+def data_digest(items: Iterable[Item]) -> str:
+    """Identity of what is trained on: every picture's place, content and caption."""
+    digest = hashlib.blake2b(digest_size=16)
+    for item in items:
+        digest.update(f"{item.file}\x1f{item.content_hash}\x1f{item.caption}\x1e".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def library_versions() -> dict[str, str]:

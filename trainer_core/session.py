@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from .config import TrainConfig
 from .errors import AdapterError, ResourceError
 from .events import (
-    Ack,
     CheckpointSaved,
     EventBus,
     LoraSaved,
@@ -27,10 +26,11 @@ from .events import (
 )
 
 if TYPE_CHECKING:
-    from .checkpoints import CheckpointStore, RunState
+    from .checkpoints.store import CheckpointStore, RunState
     from .networks.export import ExportedLora
     from .resume import RunIdentity
-    from .runs import Commands, RunFolder
+    from .runs.folder import RunFolder
+    from .runs.protocol import Commands
     from .trainer import Trainer
     from .validation import PreviewPrompt, StableValidation, ValidationResult
 
@@ -66,6 +66,7 @@ class Session:
     validation_history: list[dict[str, Any]] = field(default_factory=list)
     _last_checkpoint_time: float = field(default_factory=time.monotonic)
     _last_checkpoint_step: int = -1
+    _last_checkpoint_name: str = ""
     _validated_step: int = -1
     _previewed_step: int = -1
 
@@ -97,7 +98,7 @@ class Session:
     def save_checkpoint(self, step: int) -> str | None:
         """Write a checkpoint; a failed write is said aloud and leaves the older ones and the training going."""
         if step == self._last_checkpoint_step:
-            return self.store.name(step)
+            return self._last_checkpoint_name
         self.bus.emit(PhaseChanged(step=step, phase="saving", detail="checkpoint"))
         started = time.monotonic()
         try:
@@ -107,11 +108,11 @@ class Session:
             return None
         finally:
             self._last_checkpoint_time = time.monotonic()
-        self._last_checkpoint_step = step
+        self._last_checkpoint_step, self._last_checkpoint_name = step, saved.name
         self.bus.emit(
             CheckpointSaved(step=step, name=saved.name, bytes=saved.bytes, seconds=time.monotonic() - started)
         )
-        self.store.prune(self.config.checkpoint.keep_last, protect={self.resumed_from} - {None})
+        self.store.prune(self.config.checkpoint.keep_last)
         return saved.name
 
     def save_lora(self, step: int, path: Path | None = None, *, final: bool = False) -> Path | None:
@@ -149,6 +150,9 @@ class Session:
         if result is None:
             return None
         self._validated_step = step
+        if result.failure is not None:
+            self._warn(step, "evaluation", result.failure)
+            return None
         self.validation_history.append({"step": step, "mean": result.mean, "bands": list(result.bands)})
         self.bus.emit(
             ValidationFinished(
@@ -201,27 +205,29 @@ class Session:
             return str(path)
 
     def _answer_commands(self) -> None:
+        """Do what was asked; the answers themselves are emitted by `commands`. Blocks while the run is paused."""
         while True:
             for command in self.commands.poll():
-                self._answer(command.id, command.cmd)
+                self._obey(command.cmd)
             if not self.commands.paused or self.commands.stop_requested:
                 return
             time.sleep(_PAUSE_POLL_S)
 
-    def _answer(self, command_id: str, cmd: str) -> None:
-        """Save and preview act on the state after the last decided step; micro-batches under way do not change it."""
+    def _obey(self, cmd: str) -> None:
+        """save and preview act on the state after the last decided step; micro-batches under way do not change it."""
         step = 0 if self.trainer is None else self.trainer.state.step
-        message = ""
         if cmd == "save":
-            saved = self.save_checkpoint(step) if step > 0 else None
-            message = f"saved {saved}" if saved else "nothing to save before the first step"
-            if self.trainer is not None and self.trainer.state.applied > 0:
+            if self.trainer is None or step == 0:
+                self._warn(step, "command", "There is nothing to save before the first step.")
+                return
+            self.save_checkpoint(step)
+            if self.trainer.state.applied > 0:
                 self.save_lora(step)
         elif cmd == "preview":
+            if not self.prompts:
+                self._warn(step, "command", "The run has no preview prompts (preview.prompts).")
             self._previewed_step = -1
             self.make_previews(step)
-            message = "" if self.prompts else "the run has no preview prompts"
-        self.bus.emit(Ack(step=step, id=command_id, cmd=cmd, ok=True, message=message))
 
     def _minutes_due(self) -> bool:
         minutes = self.config.checkpoint.every_minutes
