@@ -1,0 +1,108 @@
+"""Caption files: which belongs to which picture, and their text in the encodings people's editors write."""
+
+from __future__ import annotations
+
+import codecs
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+_MARKS: tuple[tuple[bytes, str], ...] = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16: its mark starts with UTF-16's
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+class CaptionError(Exception):
+    """A caption file that cannot be read as text; the message names the file and the byte position."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionText:
+    """Text of a caption file: its non-empty lines, stripped, and what is worth saying about it."""
+
+    lines: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def joined(self) -> str:
+        return " ".join(self.lines)
+
+
+def decode_caption(data: bytes, name: str, encoding: str | None) -> CaptionText:
+    """Text of `data`: by its byte-order mark, else `encoding`, else UTF-8.
+
+    Raises CaptionError with file name, encoding and byte position where the bytes are no such text.
+    """
+    by_mark = next((codec for mark, codec in _MARKS if data.startswith(mark)), None)
+    codec = by_mark or encoding or "utf-8"
+    try:
+        text = data.decode(codec)
+    except UnicodeDecodeError as error:
+        raise CaptionError(
+            f"its caption file {name} is not {codec}: byte 0x{data[error.start]:02x} at position {error.start} cannot be "
+            "decoded. Save the file as UTF-8, or set caption_encoding (for example gbk or cp1252)"
+        ) from error
+    except LookupError as error:
+        raise CaptionError(f"caption_encoding {codec!r} is no encoding that Python knows") from error
+    notes: tuple[str, ...] = ()
+    if "\0" in text:
+        if text.count("\0") * 4 >= len(text):
+            raise CaptionError(
+                f"its caption file {name} is full of zero bytes (the first at position {data.find(0)}): it looks like UTF-16 "
+                "without a byte-order mark. Save the file as UTF-8, or set caption_encoding (for example utf-16-le)"
+            )
+        text = text.replace("\0", "")
+        notes = (f"zero bytes in {name} were left out",)
+    text = text.lstrip("\ufeff")
+    return CaptionText(tuple(line.strip() for line in text.splitlines() if line.strip()), notes)
+
+
+def normal_stem(name: str) -> str:
+    """Stem in composed Unicode: macOS stores names decomposed, other systems do not."""
+    return unicodedata.normalize("NFC", PurePath(name).stem)
+
+
+@dataclass
+class CaptionIndex:
+    """Caption files of one folder by ending and stem. Endings and, as a second choice, stems compare without case."""
+
+    extensions: Sequence[str]
+    _exact: dict[str, dict[str, str]] = field(default_factory=dict)
+    _folded: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.extensions = tuple(ext.lower() if ext.startswith(".") else f".{ext.lower()}" for ext in self.extensions)
+
+    def add(self, name: str) -> bool:
+        """Take in a file name; False when it has none of the caption endings."""
+        suffix = PurePath(name).suffix.lower()
+        if suffix not in self.extensions:
+            return False
+        stem = normal_stem(name)
+        self._exact.setdefault(suffix, {}).setdefault(stem, name)
+        self._folded.setdefault(suffix, {}).setdefault(stem.casefold(), name)
+        return True
+
+    def find(self, picture: str, extension: str) -> str | None:
+        """File name of the picture's caption with this ending, or None."""
+        stem = normal_stem(picture)
+        found = self._exact.get(extension, {}).get(stem)
+        return found or self._folded.get(extension, {}).get(stem.casefold())
+
+    def names(self) -> Iterable[str]:
+        for by_stem in self._exact.values():
+            yield from by_stem.values()
+
+
+def read_caption(path: Path, encoding: str | None) -> CaptionText:
+    """Text of a caption file. Raises CaptionError, also when the file cannot be opened."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CaptionError(f"its caption file {path.name} cannot be read: {error.strerror or error}") from error
+    return decode_caption(data, path.name, encoding)

@@ -1,0 +1,231 @@
+"""Latents of all pictures, encoded once and kept by content.
+
+An entry's key holds everything that changes the result: content of the file, VAE, scaled size, bucket, crop, mirroring,
+background, scaling filter. Stored are mean and standard deviation before the scaling factor, fp32, so that every epoch
+draws its own sample. A latent that is not finite ends the run with the picture's name and is never written.
+
+Shapes: B batch, C latent channel, H W latent height and width.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..config import DatasetConfig
+from ..errors import DatasetError, NonFiniteError
+from ..models import encode_images
+from .buckets import crop_tl_letterbox, crop_tl_true
+from .cache_files import ShardStore, digest
+from .decode import PictureError, parse_background
+from .pool import DecodePool, Job, fit_job
+from .records import Item, StopRequested
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL
+
+_FORMAT = "latents-1"
+_BATCH_PIXELS = 512 * 512
+_MOST_IN_BATCH = 16
+_SHARD_BYTES = 64 * 2**20
+_SHARD_ENTRIES = 4096
+_RAM_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LatentEntry:
+    """Unscaled latent statistics of one picture and its size values in pixels, as they go into SDXL's time ids."""
+
+    mean_CHW: torch.Tensor  # noqa: N815
+    std_CHW: torch.Tensor  # noqa: N815
+    original_hw: tuple[int, int]
+    crop_tl: tuple[int, int]
+    target_hw: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    key: str
+    item: Item
+    flipped: bool
+
+
+class LatentCache:
+    """Cache in `folder` for one VAE. `fingerprint` identifies the VAE's weights.
+
+    Raises ResourceError when the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: str | Path, vae: AutoencoderKL, fingerprint: str, dataset: DatasetConfig) -> None:
+        self.vae = vae
+        self.fingerprint = fingerprint
+        self.background = parse_background(dataset.background)
+        self.resample = dataset.interpolation
+        self.workers = dataset.workers
+        self.flips = (False, True) if dataset.flip else (False,)
+        self.store = ShardStore(Path(folder), "latents", ("mean", "std"))
+        self._ram: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._ram_bytes = 0
+
+    def key(self, item: Item, flipped: bool) -> str:
+        """Name of the picture's entry: equal keys mean equal latents."""
+        return digest(
+            _FORMAT, item.content_hash, self.fingerprint, item.resized, item.bucket, "centre", flipped,
+            self.background, self.resample, "float32",
+        )  # fmt: skip
+
+    def ensure(
+        self,
+        items: Sequence[Item],
+        *,
+        progress: Callable[[int, int, str], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> int:
+        """Encode what is missing; returns how many entries were made. `progress(done, total, file)`.
+
+        Pictures are decoded ahead in `dataset.workers` processes while the VAE works.
+
+        Raises:
+            NonFiniteError: the VAE gives no finite latent for a picture (named); nothing of its batch is written.
+            DatasetError: a picture cannot be read any more or was changed since the scan.
+            StopRequested: `should_stop` answered True; what was encoded is kept.
+        """
+        missing = self._missing(items)
+        done, pending, pending_bytes = 0, dict[str, dict[str, torch.Tensor]](), 0
+        try:
+            for batch, entries in self._encoded(missing):
+                pending.update(entries)
+                pending_bytes += sum(t.nbytes for parts in entries.values() for t in parts.values())
+                if pending_bytes >= _SHARD_BYTES or len(pending) >= _SHARD_ENTRIES:
+                    self.store.put(pending)
+                    pending, pending_bytes = {}, 0
+                done += len(batch)
+                if progress:
+                    progress(done, len(missing), batch[-1].item.file)
+                if should_stop and should_stop():
+                    raise StopRequested
+        except StopRequested:
+            self.store.put(pending)
+            raise
+        self.store.put(pending)
+        return done
+
+    def load(self, item: Item, flipped: bool = False) -> LatentEntry:
+        """The picture's latents; an entry that is missing or damaged is encoded again on the spot."""
+        key = self.key(item, flipped)
+        parts = self._ram.get(key)
+        if parts is None:
+            parts = self.store.get(key)
+            if parts is None:
+                self._encode_again(item, flipped)
+                parts = self.store.get(key)
+                if parts is None:
+                    raise DatasetError(
+                        f"{item.file}: its latents cannot be read back from '{self.store.folder}'.", item.path
+                    )
+            self._remember(key, parts)
+        size = (item.bucket[1], item.bucket[0])
+        if item.crop_values == "true":
+            crop = crop_tl_true(item.bucket, item.resized, flipped=flipped)
+        else:
+            crop = crop_tl_letterbox(item.bucket, item.upright_size, flipped=flipped)
+        width, height = item.upright_size
+        return LatentEntry(parts["mean"], parts["std"], (height, width), crop, size)
+
+    def _encode_again(self, item: Item, flipped: bool) -> None:
+        wanted = _Wanted(self.key(item, flipped), item, flipped)
+        for _, entries in self._encoded([wanted], workers=0):
+            self.store.put(entries)
+
+    def _remember(self, key: str, parts: dict[str, torch.Tensor]) -> None:
+        """Keep recently used entries in memory, up to a fixed size whatever the size of the set."""
+        self._ram[key] = parts
+        self._ram_bytes += sum(t.nbytes for t in parts.values())
+        while self._ram_bytes > _RAM_BYTES:
+            _, old = self._ram.popitem(last=False)
+            self._ram_bytes -= sum(t.nbytes for t in old.values())
+
+    def _missing(self, items: Sequence[Item]) -> list[_Wanted]:
+        """Entries to make, each key once, grouped by bucket in item order."""
+        found: dict[str, _Wanted] = {}
+        for flipped in self.flips:
+            for item in items:
+                key = self.key(item, flipped)
+                if key not in self.store:
+                    found.setdefault(key, _Wanted(key, item, flipped))
+        return sorted(found.values(), key=lambda wanted: wanted.item.bucket)
+
+    def _encoded(
+        self, wanted: Sequence[_Wanted], workers: int | None = None
+    ) -> Iterator[tuple[list[_Wanted], dict[str, dict[str, torch.Tensor]]]]:
+        """Batches of one bucket with their entries, decoded a few batches ahead of the VAE."""
+        batches = list(_batched(wanted))
+        count = self.workers if workers is None else workers
+        with DecodePool(count if len(wanted) > 1 else 0) as pool:
+            ahead: list[list[Callable[[], object]]] = []
+            for at, batch in enumerate(batches):
+                while len(ahead) <= at + 2 and len(ahead) < len(batches):
+                    ahead.append([pool.submit(self._job(one.item)) for one in batches[len(ahead)]])
+                pixels = [_pixels(result, one.item) for result, one in zip(ahead[at], batch, strict=True)]
+                ahead[at] = []
+                yield batch, self._encode(batch, pixels)
+
+    def _job(self, item: Item) -> Job:
+        return fit_job(
+            item.path,
+            self.background,
+            resized=item.resized,
+            bucket=item.bucket,
+            resample=self.resample,
+            content_hash=item.content_hash,
+        )
+
+    def _encode(self, batch: Sequence[_Wanted], pixels: Sequence[np.ndarray]) -> dict[str, dict[str, torch.Tensor]]:
+        images_B3HW = torch.stack([_as_image(array, one.flipped) for array, one in zip(pixels, batch, strict=True)])
+        try:
+            with torch.no_grad():
+                mean_BCHW, std_BCHW = encode_images(self.vae, images_B3HW)
+        except NonFiniteError as error:
+            files = tuple(dict.fromkeys(batch[int(place)].item.file for place in error.sample_ids))
+            raise NonFiniteError(
+                f"The VAE gives no finite latents (NaN or infinity, in fp32) for: {', '.join(files)}. Look at the picture, and "
+                "give another VAE (model.vae) if it is fine. Nothing was written for it.",
+                sample_ids=files,
+            ) from error
+        mean_BCHW, std_BCHW = mean_BCHW.cpu(), std_BCHW.cpu()
+        return {one.key: {"mean": mean_BCHW[at].clone(), "std": std_BCHW[at].clone()} for at, one in enumerate(batch)}
+
+
+def _batched(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Runs of one bucket, each as large as its area allows."""
+    batch: list[_Wanted] = []
+    for one in wanted:
+        width, height = one.item.bucket
+        limit = min(_MOST_IN_BATCH, max(1, _BATCH_PIXELS // (width * height)))
+        if batch and (batch[0].item.bucket != one.item.bucket or len(batch) >= limit):
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def _pixels(result: Callable[[], object], item: Item) -> np.ndarray:
+    try:
+        found = result()
+    except PictureError as error:
+        raise DatasetError(f"{item.file}: {error}.", item.path) from error
+    assert isinstance(found, np.ndarray), f"a fit job answers pixels, got {type(found).__name__}"
+    return found
+
+
+def _as_image(pixels: np.ndarray, flipped: bool) -> torch.Tensor:
+    """uint8 (H, W, 3) to fp32 (3, H, W) in [-1, 1], mirrored when `flipped`."""
+    image_3HW = torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 127.5 - 1.0
+    return image_3HW.flip(-1) if flipped else image_3HW

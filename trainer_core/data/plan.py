@@ -1,0 +1,101 @@
+"""Which samples make up each batch of each epoch: a pure function of (seed, epoch).
+
+Every picture comes `repeats` times an epoch; a batch never mixes buckets; the short last batch of a bucket is kept, so
+planned steps are true steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+from ..draws import Draws
+from .records import Item, SampleRef
+
+
+class EpochBatches(Sequence[tuple[SampleRef, ...]]):
+    """The batches of one epoch in order. References are made when a batch is looked at, so big sets cost little."""
+
+    def __init__(self, plan: BatchPlan, samples: np.ndarray, starts: np.ndarray) -> None:
+        self._plan = plan
+        self._samples = samples
+        self._starts = starts
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[SampleRef, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[SampleRef, ...]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[SampleRef, ...] | list[tuple[SampleRef, ...]]:
+        if isinstance(index, slice):
+            return [self._batch(at) for at in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._batch(index % len(self))
+
+    def __iter__(self) -> Iterator[tuple[SampleRef, ...]]:
+        return (self._batch(at) for at in range(len(self)))
+
+    def _batch(self, index: int) -> tuple[SampleRef, ...]:
+        first, length = self._starts[index]
+        return tuple(self._plan.reference(int(sample)) for sample in self._samples[first : first + length])
+
+
+class BatchPlan:
+    """Plans batches of `batch_size` over `items`. Sample number s is item i's repeat r, counted through in item order."""
+
+    def __init__(self, items: Sequence[Item], batch_size: int, draws: Draws) -> None:
+        if not len(items):
+            raise ValueError("a batch plan needs at least one picture")
+        self.items = items
+        self.batch_size = batch_size
+        self.draws = draws
+        repeats, self._bucket_ids, self.buckets = _columns(items)
+        self._item_of_sample = np.repeat(np.arange(len(items), dtype=np.int32), repeats)
+        ends = np.cumsum(repeats)
+        self._first_sample = ends - repeats
+        self.samples_per_epoch = int(ends[-1])
+        counts = np.bincount(self._bucket_ids[self._item_of_sample], minlength=len(self.buckets))
+        self.bucket_samples = {bucket: int(count) for bucket, count in zip(self.buckets, counts, strict=True)}
+        self.micro_batches_per_epoch = int(sum(-(-int(count) // batch_size) for count in counts))
+
+    def steps_per_epoch(self, accumulation: int) -> int:
+        """Steps an epoch; the last, short accumulation group is a step too, averaged over its true sample count."""
+        return -(-self.micro_batches_per_epoch // accumulation)
+
+    def batches(self, epoch: int) -> EpochBatches:
+        """All batches of `epoch` (from 0) in the order they are trained."""
+        order = self.draws.permutation(self.samples_per_epoch, epoch, "order")
+        buckets = self._bucket_ids[self._item_of_sample[order]]
+        grouped = order[np.argsort(buckets, kind="stable")]
+        starts: list[tuple[int, int]] = []
+        at = 0
+        for count in self.bucket_samples.values():
+            starts += [(at + s, min(self.batch_size, count - s)) for s in range(0, count, self.batch_size)]
+            at += count
+        table = np.asarray(starts, dtype=np.int64).reshape(-1, 2)
+        return EpochBatches(self, grouped, table[self.draws.permutation(len(table), epoch, "batch-order")])
+
+    def reference(self, sample: int) -> SampleRef:
+        """The reference of sample number `sample` (0 to samples_per_epoch - 1)."""
+        index = int(self._item_of_sample[sample])
+        repeat = sample - int(self._first_sample[index])
+        return SampleRef(index, repeat, self.items[index].key(repeat))
+
+    def largest_batch(self) -> tuple[SampleRef, ...]:
+        """A batch with the most pixels of any in the plan, to try memory with before the first step."""
+        _, bucket = max((w * h * min(self.bucket_samples[(w, h)], self.batch_size), (w, h)) for w, h in self.buckets)
+        wanted = self._bucket_ids[self._item_of_sample] == self.buckets.index(bucket)
+        return tuple(self.reference(int(s)) for s in np.flatnonzero(wanted)[: self.batch_size])
+
+
+def _columns(items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+    """(repeats of every item, number of its bucket, the buckets in sorted order)."""
+    repeats = np.fromiter((item.repeats for item in items), dtype=np.int64, count=len(items))
+    buckets = sorted({item.bucket for item in items})
+    number = {bucket: at for at, bucket in enumerate(buckets)}
+    return repeats, np.fromiter((number[item.bucket] for item in items), dtype=np.int32, count=len(items)), buckets
