@@ -86,14 +86,20 @@ def migrate(
 
 
 def load_config(
-    file: Path | None, flags: Mapping[str, Any], preset: str | None = None, *, check: bool = True
+    file: Path | None,
+    flags: Mapping[str, Any],
+    preset: str | None = None,
+    *,
+    earlier: Sequence[Problem] = (),
+    check: bool = True,
 ) -> tuple[TrainConfig, list[str]]:
     """The config of a run and notes a person should read.
 
     `flags`: values by `section.field`, already of the fields' types. `preset` wins over a `preset` in the file.
-    With `check`, the rules of `config_rules` are applied too. Raises `ConfigError` with all problems at once.
+    With `check`, the rules of `config_rules` are applied too. Raises `ConfigError` with all problems at once, those
+    found `earlier` (on the command line) first.
     """
-    found: list[Problem] = []
+    found: list[Problem] = list(earlier)
     notes: list[str] = []
     from_file: dict[str, Any] = {}
     if file is not None:
@@ -126,6 +132,12 @@ def merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     settings.pop(other, None)
         settings.update(layer)
     return settings
+
+
+def with_settings(config: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
+    """`config` with some fields, named by `section.field`, replaced; rivals are taken back as in `merge`."""
+    current = {key: getattr(getattr(config, spec.section), spec.name) for key, spec in FIELDS.items()}
+    return _build({**{key: spec.default for key, spec in FIELDS.items()}, **merge([current, settings])})
 
 
 def _build(settings: Mapping[str, Any]) -> TrainConfig:

@@ -28,6 +28,7 @@ _KOHYA = Preset(
         "optimizer.te1_lr": None,
         "optimizer.te2_lr": None,
         "dataset.caption_extensions": (".caption",),
+        "dataset.compat": "kohya",
         "bucket.enabled": False,
         "bucket.min_size": 256,
         "bucket.max_size": 1024,
@@ -43,8 +44,7 @@ _KOHYA = Preset(
         "preview.at_start": False,
     },
     notes=(
-        "preset kohya: all non-empty lines of a caption file are read; sd-scripts takes the first line only",
-        "preset kohya: transparent pictures are laid over dataset.background (white); sd-scripts keeps the hidden colour",
+        "preset kohya: transparent pictures are laid over dataset.background; sd-scripts keeps the hidden colour",
         "preset kohya: learning_rate 2e-06 and alpha 1 are sd-scripts' defaults and learn very slowly; "
         "most recipes set both",
     ),

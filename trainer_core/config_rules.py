@@ -118,16 +118,27 @@ def _text_cache(config: TrainConfig) -> Found:
     data = config.dataset
     if data.cache_text != "true":
         return
-    encoders = [part for part in trained_parts(config) if part != "unet"]
+    encoders = _encoders(config)
     if encoders:
         why = (
             f"{' and '.join(_PART_NAMES[part] for part in encoders)} would be trained on outputs cached before training"
         )
         yield Problem("dataset.cache_text", "true", why, "Write auto, or set optimizer.te1_lr and te2_lr to 0.")
-    elif data.shuffle_caption or data.tag_dropout > 0:
-        name = "shuffle_caption" if data.shuffle_caption else "tag_dropout"
+    for name in varying(config):
         why = f"{name} makes a new caption each time, a cached output would always be the same one"
         yield Problem("dataset.cache_text", "true", why, f"Write auto, or switch dataset.{name} off.")
+
+
+def varying(config: TrainConfig) -> list[str]:
+    """Settings of the data set that give a picture a new caption each time, so that none can be encoded beforehand."""
+    data = config.dataset
+    on = {
+        "shuffle_caption": data.shuffle_caption,
+        "tag_dropout": data.tag_dropout > 0,
+        "wildcards": data.wildcards,
+        "token_warmup_step": data.token_warmup_step > 0,
+    }
+    return [name for name, is_on in on.items() if is_on]
 
 
 def _length(config: TrainConfig) -> Found:
@@ -287,8 +298,18 @@ def _device(config: TrainConfig) -> Found:
 
 
 _RULES: tuple[Callable[[TrainConfig], Found], ...] = (
-    _paths, _output, _something_trained, _alphas, _length, _objective, _text_cache, _buckets, _captions, _sizes, _device,
-)  # fmt: skip
+    _paths,
+    _output,
+    _something_trained,
+    _alphas,
+    _length,
+    _objective,
+    _text_cache,
+    _buckets,
+    _captions,
+    _sizes,
+    _device,
+)
 
 
 def advice(config: TrainConfig) -> list[str]:
@@ -321,8 +342,8 @@ def advice(config: TrainConfig) -> list[str]:
             "alpha is more than four times the rank: the LoRA acts very strongly, training may diverge",
         ),
         (
-            bool(data.cache_text == "auto" and not _encoders(config) and (data.shuffle_caption or data.tag_dropout)),
-            "text-encoder outputs are not cached because captions change each time (shuffle_caption, tag_dropout)",
+            bool(data.cache_text == "auto" and not _encoders(config) and varying(config)),
+            f"text-encoder outputs are not cached because captions change each time ({', '.join(varying(config))})",
         ),
     )
     return [text for holds, text in conditions if holds]

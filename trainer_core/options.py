@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config_fields import FIELDS, BadValue, FieldSpec, coerce, did_you_mean
+from .config_fields import FIELDS, BadValue, FieldSpec, coerce, nearest
 from .errors import Problem
 from .options_kinds import SPECIAL, Option, Settings, is_off, switch, to, to_text
 from .options_refused import REFUSED
@@ -66,7 +66,9 @@ def unknown(shown: str, name: str, value: Any) -> Problem:
     fields = _SHORT_NAMES.get(plain, [])
     if len(fields) > 1:
         return Problem(shown, value, "could mean several settings", "Write one of: " + ", ".join(fields) + ".")
-    fix = did_you_mean(plain, OPTIONS, "See docs/configuration.md for all names.")
+    dashes = "--" if name.startswith("--") else ""
+    close = nearest(plain, OPTIONS)
+    fix = f"Did you mean {dashes}{close[0]}?" if close else "See docs/configuration.md for all names."
     return Problem(shown, value, "there is no such option", fix)
 
 

@@ -46,21 +46,13 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("max_train_samples", "value", _NOT_YET, "Put fewer pictures into the folder.", ()),
     ("class_prompt", "value", _NOT_YET, "Write captions as .txt beside the prior pictures.", ()),
     ("num_class_images", "value", "prior pictures are not made by this version", "Put them into --class_data_dir.", ()),
-    ("keep_tokens_separator", "value", _NOT_YET, "Use --keep_tokens.", ()),
-    ("secondary_separator", "value", _NOT_YET, "Use --caption_separator.", ()),
-    ("enable_wildcard", "flag", _NOT_YET, "Write the caption out.", ()),
     ("weighted_captions", "flag", _NOT_YET, "Write captions without weights.", ()),
-    ("token_warmup_min", "value", _NOT_YET, "Leave it out, or use --caption_tag_dropout_rate.", ("1",)),
-    ("token_warmup_step", "value", _NOT_YET, "Leave it out, or use --caption_tag_dropout_rate.", ("0",)),
-    ("caption_dropout_every_n_epochs", "value", _NOT_YET, "Use --caption_dropout_rate.", ("0",)),
     ("color_aug", "flag", "changes colours the captions name, and cannot be cached", "Use --flip_aug.", ()),
     ("random_crop", "flag", "latents are cached, crops are centred", "Leave it out, or use --flip_aug.", ()),
     ("face_crop_aug_range", "value", "latents are cached, crops are centred", "Crop the pictures beforehand.", ()),
     ("alpha_mask", "flag", _NOT_YET, "Leave it out; --dataset.background is laid under transparent pictures.", ()),
     ("masked_loss", "flag", _NOT_YET, "Leave it out.", ()),
     ("conditioning_data_dir", "value", "masks are not in this version", "Leave it out.", ()),
-    ("resize_interpolation", "value", "area when shrinking, Lanczos when enlarging is what is used", "Leave it out.", ()),
-    ("image_interpolation_mode", "value", "area when shrinking, Lanczos when enlarging is what is used", "Leave it out.", ("lanczos",)),
     ("vae_batch_size", "value", "the batch of the VAE is not a setting here", "Leave it out.", ("1",)),
     ("debug_dataset", "flag", "is a command of its own here", "Run `safe-scaler scan FOLDER`.", ()),
     # objective
@@ -167,7 +159,7 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 _DIFFUSERS_NAMES = frozenset(
-    ["revision", "variant", "enable_npu_flash_attention", "use_dora", "lora_layers", "dataset_name", "dataset_config_name", "image_column", "caption_column", "max_train_samples", "class_prompt", "num_class_images", "image_interpolation_mode", "do_edm_style_training", "prodigy_beta3", "prodigy_decouple", "prodigy_use_bias_correction", "prodigy_safeguard_warmup", "adam_weight_decay_text_encoder", "scale_lr", "lr_power", "validation_epochs", "hub_token", "hub_model_id", "push_to_hub"]
+    ["revision", "variant", "enable_npu_flash_attention", "use_dora", "lora_layers", "dataset_name", "dataset_config_name", "image_column", "caption_column", "max_train_samples", "class_prompt", "num_class_images",  "do_edm_style_training", "prodigy_beta3", "prodigy_decouple", "prodigy_use_bias_correction", "prodigy_safeguard_warmup", "adam_weight_decay_text_encoder", "scale_lr", "lr_power", "validation_epochs", "hub_token", "hub_model_id", "push_to_hub"]
 )
 
 REFUSED: dict[str, Option] = {

@@ -115,6 +115,23 @@ _SAMPLERS = {
     "dpmsolver++": "dpmpp_2m",
     "dpmpp_2m": "dpmpp_2m",
 }
+_INTERPOLATION = choice(
+    "dataset.interpolation",
+    {
+        "": None,
+        "none": None,
+        "lanczos": "lanczos",
+        "bicubic": "bicubic",
+        "cubic": "bicubic",
+        "bilinear": "bilinear",
+        "linear": "bilinear",
+        "area": "box",
+        "box": "box",
+        "hamming": "hamming",
+        "nearest": "nearest",
+    },
+    "this way of scaling pictures is not known",
+)
 _ADAMW = choice("optimizer.type", {"": None, "adamw": "adamw"}, "this optimizer is not in this version; AdamW is")
 
 #: (name, takes, rule, source, note) of everything that is understood.
@@ -179,6 +196,9 @@ _ROWS: tuple[tuple[str, str, Rule, str, str], ...] = (
     ("caption_separator", "value", to("dataset.caption_separator"), _KOHYA, ""),
     ("caption_prefix", "value", to_text("dataset.caption_prefix"), _KOHYA, ""),
     ("caption_suffix", "value", to_text("dataset.caption_suffix"), _KOHYA, ""),
+    ("enable_wildcard", "flag", switch("dataset.wildcards"), _KOHYA, ""),
+    ("resize_interpolation", "value", _INTERPOLATION, _KOHYA, ""),
+    ("image_interpolation_mode", "value", _INTERPOLATION, _DIFFUSERS, ""),
     ("caption_dropout_rate", "value", to("dataset.caption_dropout"), _KOHYA, ""),
     ("proportion_empty_prompts", "value", to("dataset.caption_dropout"), _DIFFUSERS, ""),
     ("caption_tag_dropout_rate", "value", to("dataset.tag_dropout"), _KOHYA, ""),

@@ -1,0 +1,350 @@
+"""The command line: `safe-scaler COMMAND ...` or `python -m trainer_core COMMAND ...`.
+
+Exit codes: 0 done or stopped by the user with everything saved; 1 failed; 2 the settings or the command are wrong;
+130 interrupted before anything ran. Heavy libraries are imported by the command that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import __version__
+from .config_io import load_config, with_settings
+from .console import ConsoleProgress, make_safe
+from .errors import ConfigError, Problem, TrainerError
+from .options import Resolved, habit_notes, parse_argv, resolve
+
+if TYPE_CHECKING:
+    from .build import TrainResult
+
+EXIT_FAILED = 1
+EXIT_WRONG = 2
+EXIT_INTERRUPTED = 130
+
+_USAGE = """usage: safe-scaler COMMAND ...
+
+  train [CONFIG.toml] [--name value ...]   train a LoRA (train --help lists the settings)
+  resume RUN [--name value ...]            go on with a stopped or interrupted run
+  demo [--json] [--seed N]                 teach the built-in toy model a new word and show what it learnt
+  scan FOLDER [--json]                     look at a picture folder as training would
+  inspect PATH [--json]                    explain a LoRA, a base model, a checkpoint or a run
+  doctor [--json]                          check devices, number formats, memory, disk and libraries
+  --version
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Errors a user can act on are printed without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        make_safe(stream)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_USAGE, end="", file=sys.stdout if words else sys.stderr)
+        return 0 if words else EXIT_WRONG
+    if words[0] == "--version":
+        print(f"safe-scaler {__version__}")
+        return 0
+    command = _COMMANDS.get(words[0])
+    if command is None:
+        return _wrong(f"there is no command {words[0]!r}.\n\n{_USAGE}")
+    try:
+        return command(words[1:])
+    except ConfigError as error:
+        return _wrong(str(error))
+    except TrainerError as error:
+        print(f"safe-scaler: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader (head, less) left; nothing more to say
+        return 0
+    except KeyboardInterrupt:
+        print("\nsafe-scaler: interrupted before anything ran", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _wrong(message: str) -> int:
+    print(f"safe-scaler: {message}", file=sys.stderr)
+    return EXIT_WRONG
+
+
+# ---------------------------------------------------------------------------------------------------------- train
+
+
+def train(words: Sequence[str]) -> int:
+    """`train [CONFIG] [flags]`: resolve the settings, then train in this process or under a supervisor."""
+    if {"-h", "--help", "--help-all"} & set(words):
+        from .options_help import train_help
+
+        print(train_help(everything="--help-all" in words), end="")
+        return 0
+    resolved, config_file = _settings(words)
+    if "resume" in resolved.special:
+        run_dir = _run_to_resume(str(resolved.special["resume"]), resolved)
+        if run_dir is not None:
+            return _resume(run_dir, resolved)
+    config, notes = load_config(
+        config_file, resolved.settings, resolved.special.get("preset"), earlier=resolved.problems
+    )
+    notes = [*resolved.notes, *habit_notes(resolved.used, _all_set(config_file, resolved)), *notes]
+    from .build import create_run
+
+    folder = create_run(config, notes)
+    if resolved.special.get("supervise"):
+        return _supervise(folder.path)
+    return _run_here(folder.path)
+
+
+def _all_set(config_file: Path | None, resolved: Resolved) -> dict[str, Any]:
+    """Settings by flag; with a file or preset everything counts as set on purpose."""
+    from .config_fields import FIELDS
+
+    on_purpose = config_file is not None or "preset" in resolved.special
+    return dict.fromkeys(FIELDS) if on_purpose else resolved.settings
+
+
+def _settings(words: Sequence[str], expected: int = 1) -> tuple[Resolved, Path | None]:
+    """Flags resolved, and the config file among the positional words (at most `expected` of them)."""
+    pairs, positional, problems = parse_argv(words)
+    resolved = resolve(pairs, text=True)
+    resolved.problems[:0] = problems
+    for word in positional[expected:]:
+        why = "is a word of its own: options begin with --, and values with blanks need quotes"
+        resolved.problems.append(Problem("command line", word, why, "Quote it, or take it out."))
+    asked = resolved.special.get("config_file")
+    if asked is not None and positional[:expected]:
+        why = f"a config file is given twice, also {positional[0]!r}"
+        resolved.problems.append(Problem("--config", asked, why, "Keep one."))
+    name = asked or (positional[0] if positional[:expected] else None)
+    resolved.problems += _processes()
+    return resolved, None if name is None else Path(str(name)).expanduser()
+
+
+def _processes() -> list[Problem]:
+    """Several processes (torchrun, accelerate launch) are refused: each would train the whole run by itself."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count in ("", "1"):
+        return []
+    why = "training in several processes is not in this version"
+    return [Problem("WORLD_SIZE", count, why, "Start one: accelerate launch --num_processes 1, or without a launcher.")]
+
+
+def _run_here(run_dir: Path, settings: Mapping[str, Any] | None = None) -> int:
+    """Train a run in this process, with Ctrl-C as `stop`; `settings` are changes to a run that is resumed."""
+    from .build import resume_run, run
+    from .runs.protocol import Commands, stop_on_signals
+
+    commands = Commands()
+    console = ConsoleProgress()
+    _log_to(run_dir)
+    with stop_on_signals(commands):
+        if settings:
+            changes = partial(with_settings, settings=settings)
+            result = resume_run(run_dir, changes, commands=commands, sink=console)
+        else:
+            result = run(run_dir, commands=commands, sink=console)
+    console.close()
+    return _tell(result)
+
+
+def _log_to(run_dir: Path) -> None:
+    """Log records go to the run's own log; the console shows events."""
+    logging.basicConfig(
+        filename=run_dir / "run.log",
+        encoding="utf-8",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    logging.captureWarnings(True)
+
+
+def _tell(result: TrainResult) -> int:
+    if result.lora is not None:
+        print(f"LoRA:   {result.lora}")
+    if result.report is not None:
+        print(f"Report: {result.report}")
+    print(f"Run:    {result.run_dir}")
+    if result.status == "failed":
+        print(f"safe-scaler: {result.message}", file=sys.stderr)
+    if result.status == "stopped" and result.step == 0:
+        return EXIT_INTERRUPTED
+    return result.exit_code
+
+
+def _supervise(run_dir: Path) -> int:
+    """Train a run in a worker process that is started again when it dies."""
+    from .runs.protocol import Commands, stop_on_signals
+    from .runs.supervisor import supervise
+
+    commands = Commands()
+    console = ConsoleProgress()
+    with stop_on_signals(commands):
+        outcome = supervise(run_dir, console, should_stop=commands.should_stop)
+    console.close()
+    if outcome.lora is not None:
+        print(f"LoRA:   {outcome.lora}")
+    print(f"Run:    {run_dir}")
+    if outcome.status == "failed":
+        print(f"safe-scaler: {outcome.message}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_INTERRUPTED if outcome.status == "stopped" and outcome.step == 0 else 0
+
+
+# --------------------------------------------------------------------------------------------------------- resume
+
+
+def resume(words: Sequence[str]) -> int:
+    """`resume RUN [flags]`: RUN is a run folder, or a folder that holds runs (its newest one is taken)."""
+    if not words or words[0] in ("-h", "--help"):
+        print(
+            "usage: safe-scaler resume RUN [--name value ...]\n\nRUN: a run folder, or an output folder (newest run)."
+        )
+        return 0 if words else EXIT_WRONG
+    resolved, asked = _settings(words)
+    if asked is None:
+        return _wrong("give the run folder: safe-scaler resume RUN")
+    if resolved.problems:
+        raise ConfigError(resolved.problems)
+    return _resume(_find_run(asked), resolved)
+
+
+def _resume(run_dir: Path, resolved: Resolved) -> int:
+    if resolved.problems:
+        raise ConfigError(resolved.problems)
+    if not resolved.special.get("supervise"):
+        return _run_here(run_dir, resolved.settings)
+    if resolved.settings:
+        _change(run_dir, resolved.settings)
+    return _supervise(run_dir)
+
+
+def _change(run_dir: Path, settings: Mapping[str, Any]) -> None:
+    """Write changed settings into a run before its worker reads them."""
+    from .config_io import from_dict, to_dict
+    from .config_rules import problems
+    from .runs.folder import RunFolder
+
+    folder = RunFolder(run_dir)
+    stored = folder.read_config()
+    config = with_settings(from_dict(stored["config"]), settings)
+    if found := problems(config):
+        raise ConfigError(found)
+    folder.write_config({**stored, "config": to_dict(config)})
+
+
+def _find_run(path: Path) -> Path:
+    """The run folder that `path` names or holds; raises `ConfigError` where there is none."""
+    from .runs.registry import list_runs
+
+    if path.name == "config.json":
+        path = path.parent
+    if (path / "config.json").is_file():
+        return path
+    runs = list_runs(path) if path.is_dir() else []
+    if not runs:
+        why = "is no run folder and holds no runs" if path.is_dir() else "there is no such folder"
+        fix = "Give a folder such as output/safe_scaler/20260131-120000-ab12."
+        raise ConfigError([Problem("RUN", str(path), why, fix)])
+    print(f"newest run in {path}: {runs[0].folder.path}")
+    return runs[0].folder.path
+
+
+def _run_to_resume(asked: str, resolved: Resolved) -> Path | None:
+    """The run that `--resume_from_checkpoint` means. `latest` without any run starts a new one, and says so."""
+    from .runs.registry import list_runs
+
+    if asked != "latest":
+        return _find_run(Path(asked).expanduser())
+    output = Path(str(resolved.settings.get("run.output_dir", "output"))).expanduser()
+    runs = list_runs(output) if output.is_dir() else []
+    if runs:
+        print(f"newest run in {output}: {runs[0].folder.path}")
+        return runs[0].folder.path
+    resolved.notes.append(f"--resume_from_checkpoint latest: there is no run in {output} yet, a new one is started")
+    return None
+
+
+# --------------------------------------------------------------------------------------------- the other commands
+
+
+def demo(words: Sequence[str]) -> int:
+    """`demo`: see `trainer_core.demo`."""
+    parser = argparse.ArgumentParser(prog="safe-scaler demo", description="Teach the toy model a new word.")
+    parser.add_argument("--json", action="store_true", help="print the scores as JSON in the last line")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all draws")
+    parser.add_argument("--output_dir", "--output-dir", default="output", help="folder for results")
+    args = parser.parse_args(words)
+    from . import demo as module
+
+    return module.main(args)
+
+
+def scan(words: Sequence[str]) -> int:
+    """`scan FOLDER [--json] [data-set flags]`: what training would see. With --json the exit code says whether the
+    scan ran, not whether the pictures can be trained on."""
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: safe-scaler scan FOLDER [--json] [--dataset.NAME value ...] [--bucket.NAME value ...]")
+        return 0 if words else EXIT_WRONG
+    as_json = "--json" in words
+    resolved, folder = _settings([word for word in words if word != "--json"])
+    if folder is None:
+        return _wrong("give the folder: safe-scaler scan FOLDER")
+    resolved.settings.setdefault("dataset.path", str(folder))
+    config, _ = load_config(None, resolved.settings, earlier=resolved.problems, check=False)
+    from .data import examine_dataset
+
+    report = examine_dataset(config.dataset, config.bucket, 1024)
+    if as_json:
+        print(json.dumps(report.to_json(), allow_nan=False))
+        return 0
+    print(report.summary())
+    return EXIT_FAILED if report.error else 0
+
+
+def inspect(words: Sequence[str]) -> int:
+    """`inspect PATH [--json]`."""
+    parser = argparse.ArgumentParser(
+        prog="safe-scaler inspect", description="Explain a LoRA, model, checkpoint or run."
+    )
+    parser.add_argument("path", help="a file or folder, or the word toy")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    args = parser.parse_args(words)
+    from .inspect_path import inspect_path
+
+    facts, text = inspect_path(args.path)
+    print(json.dumps(facts, allow_nan=False, default=str) if args.json else text)
+    return 0
+
+
+def doctor(words: Sequence[str]) -> int:
+    """`doctor [--json]`: exit code 1 when something is missing that training needs."""
+    parser = argparse.ArgumentParser(prog="safe-scaler doctor", description="Check this machine for training.")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    parser.add_argument("--output_dir", "--output-dir", default="output", help="folder that must be writable")
+    args = parser.parse_args(words)
+    from .doctor import examine, report
+
+    facts = examine(Path(args.output_dir))
+    print(json.dumps(facts, allow_nan=False) if args.json else report(facts))
+    return EXIT_FAILED if facts["missing"] else 0
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "resume": resume,
+    "demo": demo,
+    "scan": scan,
+    "inspect": inspect,
+    "doctor": doctor,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
