@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .config import TrainConfig, trained_parts
-from .data import BatchLoader, BatchPlan, Item, LatentCache, ScanReport, StopRequested, TextCache, scan_dataset
-from .data.batches import plain_caption
+from .data import BatchLoader, BatchPlan, Item, LatentCache, ScanReport, StopRequested, TextCache
+from .data import captions_to_encode, plain_caption, scan_dataset
 from .device import choose_compute, choose_device
 from .draws import Draws
 from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
@@ -159,18 +159,18 @@ class _Assembler:
         )
         self._check_stop()
         texts = None
-        if self._texts_are_cached():
+        captions = captions_to_encode(report.items)
+        if self._texts_are_cached(varied=captions is None):
             texts = TextCache(folder, model, self.config.dataset.max_token_length)
-            captions = sorted({plain_caption(item) for item in report.items})
+            captions = captions or sorted({plain_caption(item) for item in report.items})
             texts.ensure(captions, should_stop=self._stop_asked)
             self._check_stop()
         return latents, texts
 
-    def _texts_are_cached(self) -> bool:
+    def _texts_are_cached(self, *, varied: bool) -> bool:
         """Cached unless a text encoder is trained or captions differ from epoch to epoch."""
         if self.config.dataset.cache_text != "auto":
             return self.config.dataset.cache_text == "true"
-        varied = self.config.dataset.shuffle_caption or self.config.dataset.tag_dropout > 0
         return not varied and not {"te1", "te2"} & set(self.parts)
 
     def _network(self, model: SDXLModel) -> LoraNetwork:

@@ -187,12 +187,17 @@ class LatentCache:
         )
 
     def _encode(self, batch: Sequence[_Wanted], pixels: Sequence[np.ndarray]) -> dict[str, dict[str, torch.Tensor]]:
-        images_B3HW = torch.stack([_as_image(array, one.flipped) for array, one in zip(pixels, batch, strict=True)])
+        images = [_as_image(array, one.flipped) for array, one in zip(pixels, batch, strict=True)]
+        # Always the same batch shape: another one rounds differently, and a picture's latent must not depend on which
+        # pictures were missing along with it. The spare places hold copies of the last picture.
+        spare = _batch_limit(batch[0].item.bucket) - len(images)
+        images_B3HW = torch.stack(images + images[-1:] * spare)
         try:
             with torch.no_grad():
                 mean_BCHW, std_BCHW = encode_images(self.vae, images_B3HW)
         except NonFiniteError as error:
-            files = tuple(dict.fromkeys(batch[int(place)].item.file for place in error.sample_ids))
+            places = (min(int(place), len(batch) - 1) for place in error.sample_ids)
+            files = tuple(dict.fromkeys(batch[place].item.file for place in places))
             raise NonFiniteError(
                 f"The VAE gives no finite latents (NaN or infinity, in fp32) for: {', '.join(files)}. Look at the picture, and "
                 "give another VAE (model.vae) if it is fine. Nothing was written for it.",
@@ -202,13 +207,16 @@ class LatentCache:
         return {one.key: {"mean": mean_BCHW[at].clone(), "std": std_BCHW[at].clone()} for at, one in enumerate(batch)}
 
 
+def _batch_limit(bucket: tuple[int, int]) -> int:
+    """Pictures the VAE gets at once: one from 512x512 on, more of small ones."""
+    return min(_MOST_IN_BATCH, max(1, _BATCH_PIXELS // (bucket[0] * bucket[1])))
+
+
 def _batched(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
     """Runs of one bucket, each as large as its area allows."""
     batch: list[_Wanted] = []
     for one in wanted:
-        width, height = one.item.bucket
-        limit = min(_MOST_IN_BATCH, max(1, _BATCH_PIXELS // (width * height)))
-        if batch and (batch[0].item.bucket != one.item.bucket or len(batch) >= limit):
+        if batch and (batch[0].item.bucket != one.item.bucket or len(batch) >= _batch_limit(one.item.bucket)):
             yield batch
             batch = []
         batch.append(one)

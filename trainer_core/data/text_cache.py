@@ -17,7 +17,7 @@ from .cache_files import ShardStore, digest
 from .records import StopRequested
 
 _FORMAT = "text-1"
-_BATCH = 16
+_BATCH = 8
 _SHARD_BYTES = 64 * 2**20
 
 
@@ -85,9 +85,11 @@ class TextCache:
         return row
 
     def _encode(self, captions: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """Entries of up to `_BATCH` captions. The batch is filled up: another shape would round differently."""
         device_type = self.model.device.type
+        padded = [*captions, *[""] * (_BATCH - len(captions))]
         with torch.no_grad(), torch.autocast(device_type=device_type, enabled=False):
-            context_BTD, pooled_BD = encode_captions(self.model, captions, max_token_length=self.max_token_length)
+            context_BTD, pooled_BD = encode_captions(self.model, padded, max_token_length=self.max_token_length)
         context_BTD, pooled_BD = context_BTD.cpu(), pooled_BD.cpu()
         entries: dict[str, dict[str, torch.Tensor]] = {}
         for at, caption in enumerate(captions):
