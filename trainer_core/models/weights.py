@@ -92,8 +92,8 @@ def check_shapes(part: str, module: nn.Module, slots: Mapping[str, Slot], path: 
     if faults:
         raise ModelFileError(
             f"'{path}': the {FOLDERS[part]} does not fit its config: {'; '.join(faults)}. The file is "
-            "incomplete, or a variant of SDXL with other blocks (such as SSD-1B), or config_dir belongs to another model. "
-            "Give a complete SDXL base model.",
+            "incomplete, or a variant of SDXL with other blocks (such as SSD-1B), or config_dir belongs to another "
+            "model. Give a complete SDXL base model.",
             path,
         )
     bad = sorted({slot.entry.dtype for slot in slots.values() if slot.entry.dtype not in LOADABLE})
