@@ -20,7 +20,7 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("on_input",), "an (IA)^3 (LyCORIS) file"),
     ((".b1.weight", ".a1.weight"), "a GLoRA (LyCORIS) file"),
     ((".dora_scale",), "a DoRA file"),
-    ((".diff",), "a LyCORIS file with full weight differences"),
+    ((".diff\n",), "a LyCORIS file with full weight differences"),
     (("model.diffusion_model.", "conditioner.embedders."), "a full SDXL checkpoint"),
     (("model.diffusion_model.double_blocks",), "a full Flux checkpoint"),
     (("model.diffusion_model.joint_blocks",), "a full SD3 checkpoint"),
@@ -39,7 +39,7 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 def seems_to_be(keys: Iterable[str]) -> str | None:
     """What a file with these tensor names seems to be, None when nothing fits."""
-    joined = "\n".join(keys)
+    joined = "".join(f"{key}\n" for key in keys)
     return next((kind for parts, kind in _KINDS if all(part in joined for part in parts)), None)
 
 

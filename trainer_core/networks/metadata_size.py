@@ -55,7 +55,8 @@ def _commonest_tags(text: str, room: int) -> tuple[str, int]:
     used = _size({"ss_tag_frequency": json.dumps(kept, ensure_ascii=False)})
     for position, (count, folder, tag) in enumerate(ranked):
         # The table is JSON inside a JSON string, so every quote and backslash is escaped once more.
-        used += len(json.dumps(json.dumps({tag: count}, ensure_ascii=False), ensure_ascii=False).encode("utf-8"))
+        quoted = json.dumps(json.dumps({tag: count}, ensure_ascii=False), ensure_ascii=False)
+        used += len(quoted.encode("utf-8")) - 2
         if used > room:
             return json.dumps(kept, ensure_ascii=False), len(ranked) - position
         kept[folder][tag] = count

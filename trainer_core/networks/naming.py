@@ -25,9 +25,16 @@ def kohya_name(part: str, sgm_or_text_path: str) -> str:
     return f"{PREFIXES[part]}_{inner.replace('.', '_')}"
 
 
+_SDXL_NAME = re.compile(
+    r"lora_(?:(unet)_(?:input_blocks_\d+_\d|middle_block_\d|output_blocks_\d+_\d|time_embed|label_emb_0|out)_"
+    r"|(te1|te2)_(?:text_model_encoder_layers_\d+_|text_projection$))"
+)
+
+
 def part_of_name(name: str) -> str | None:
     """Part ("unet", "te1", "te2") that a name in a file belongs to, None when it is not kohya's SDXL naming."""
-    return next((part for part, prefix in PREFIXES.items() if name.startswith(f"{prefix}_")), None)
+    match = _SDXL_NAME.match(name)
+    return match[1] or match[2] if match else None
 
 
 def module_names(part: str, root: nn.Module) -> dict[str, str]:

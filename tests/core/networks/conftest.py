@@ -1,0 +1,41 @@
+"""A micro toy SDXL (random weights, machinery only) and what the network tests do with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer_core.models import SDXLModel, load_sdxl
+from trainer_core.toy.micro import make_micro
+
+# Helpers that are no fixtures: under pytest's importlib mode a test cannot import its neighbour by itself.
+_spec = importlib.util.spec_from_file_location("network_cases", Path(__file__).with_name("network_cases.py"))
+assert _spec is not None
+assert _spec.loader is not None
+sys.modules["network_cases"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sys.modules["network_cases"])
+
+
+@pytest.fixture(scope="session")
+def micro_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_micro(tmp_path_factory.mktemp("micro"))
+
+
+@pytest.fixture(scope="session")
+def shared_model(micro_folder: Path) -> SDXLModel:
+    return load_sdxl(micro_folder)
+
+
+@pytest.fixture
+def model(shared_model: SDXLModel) -> Iterator[SDXLModel]:
+    """The micro toy; a test must leave no adapter on it."""
+    yield shared_model
+    for root in shared_model.parts.values():
+        for module in root.modules():
+            own = module.__dict__.get("forward")
+            if type(getattr(own, "__self__", None)).__name__ == "LoraModule":
+                own.__self__.detach()
