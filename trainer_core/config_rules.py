@@ -7,6 +7,7 @@ Rules of one field come from its metadata in `config.py`; rules between fields a
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import math
 import os
 import re
@@ -26,12 +27,19 @@ _PART_NAMES = {"unet": "the UNet", "te1": "text encoder 1", "te2": "text encoder
 def problems(config: TrainConfig) -> list[Problem]:
     """All problems of `config`, single fields first. Empty means the run may start loading."""
     found = [problem for spec in FIELDS.values() if (problem := field_problem(spec, value_of(config, spec.key)))]
-    bad = {problem.field for problem in found}
+    sound = _with_defaults(config, [problem.field for problem in found])
     for rule in _RULES:
-        for problem in rule(config):
-            if problem.field not in bad:
-                found.append(problem)
+        found.extend(rule(sound))
     return found
+
+
+def _with_defaults(config: TrainConfig, keys: list[str]) -> TrainConfig:
+    """`config` with these fields at their defaults, so that one bad value is not reported once for each rule."""
+    for key in keys:
+        section, _, name = key.partition(".")
+        changed = dataclasses.replace(getattr(config, section), **{name: FIELDS[key].default})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
 
 
 def value_of(config: TrainConfig, key: str) -> Any:

@@ -119,7 +119,7 @@ def choice(key: str, meanings: Mapping[str, Any], why: str) -> Rule:
     """Translates the value by `meanings` (lower case); None as meaning leaves the field alone."""
 
     def rule(value: Any) -> Settings:
-        word = str(value).strip().lower()
+        word = "" if value is None else str(value).strip().lower()
         if word not in meanings:
             known = [name for name in meanings if name]
             raise BadValue(why, did_you_mean(word, known, f"Allowed: {', '.join(known)}."))
