@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import TrainConfig, alpha_share, part_alpha, part_rank, part_rate
+from ..config_optimizers import describe as describe_optimizer
 
 NETWORK_MODULE = "networks.lora"
 """The module of sd-scripts whose format the file has."""
@@ -197,7 +198,7 @@ def _optimizer(config: TrainConfig, facts: TrainingFacts) -> dict[str, Any]:
         "ss_learning_rate": optimizer.learning_rate,
         "ss_unet_lr": part_rate(optimizer, "unet") if "unet" in facts.parts else None,
         "ss_text_encoder_lr": None if not te_rates else te_rates[0] if len(set(te_rates)) == 1 else te_rates,
-        "ss_optimizer": "torch.optim.adamw.AdamW" if optimizer.type == "adamw" else optimizer.type,
+        "ss_optimizer": describe_optimizer(optimizer),
         "ss_lr_scheduler": schedule.type,
         "ss_lr_warmup_steps": schedule.warmup_steps,
         "ss_max_grad_norm": config.gradient.max_norm,
@@ -212,9 +213,12 @@ def _objective(config: TrainConfig) -> dict[str, Any]:
     objective = config.objective
     return {
         "ss_noise_offset": objective.noise_offset or None,
+        "ss_noise_offset_random_strength": objective.noise_offset_random_strength,
+        "ss_adaptive_noise_scale": objective.adaptive_noise_scale or None,
         "ss_multires_noise_iterations": objective.multires_noise_iterations or None,
         "ss_multires_noise_discount": objective.multires_noise_discount,
         "ss_ip_noise_gamma": objective.ip_noise_gamma or None,
+        "ss_ip_noise_gamma_random_strength": objective.ip_noise_gamma_random_strength,
         "ss_min_snr_gamma": objective.min_snr_gamma,
         "ss_zero_terminal_snr": config.model.zero_terminal_snr == "true",
         "ss_debiased_estimation": objective.debiased_estimation,

@@ -128,7 +128,8 @@ def _compare_tensors(file: LoraFile, expected: Mapping[str, torch.Tensor]) -> No
         names = (missing or unknown or sorted(different))[0]
         raise AdapterError(
             f"'{file.path}' failed its proof: of {len(expected)} tensors {len(missing)} are missing, "
-            f"{len(unknown)} were not in the network and {len(different)} differ, such as '{names}'. Do not use this file."
+            f"{len(unknown)} were not in the network and {len(different)} differ, such as '{names}'. "
+            "Do not use this file."
         )
 
 
@@ -205,7 +206,8 @@ def _probe(model: SDXLModel, part: str) -> torch.Tensor:
         if part == "te1":
             return embeds.context_BTD[..., :width].float().flatten()
         return torch.cat([embeds.context_BTD[..., width:].float().flatten(), embeds.pooled_BD.float().flatten()])
-    config, device = model.unet.config, model.unet.device
+    config: Any = model.unet.config
+    device = model.unet.device
     draws = Draws(_PROBE_SEED)
     time_width = 6 * config.addition_time_embed_dim
     shapes = {

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from network_cases import ALL_PARTS, full_network, randomise, unet_inputs
 from torch import nn
 from torch.nn import functional
 
@@ -13,8 +14,6 @@ from trainer_core.models import SDXLModel, encode_captions
 from trainer_core.networks import DropoutDraws, LoraModule, Target
 from trainer_core.networks.dropout import DropoutMasks, DropoutRates, apply_masks
 from trainer_core.networks.initial import kohya_down
-
-from network_cases import ALL_PARTS, full_network, randomise, unet_inputs
 
 
 def weights_of(model: SDXLModel) -> dict[str, torch.Tensor]:

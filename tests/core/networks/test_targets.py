@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from network_cases import ALL_PARTS
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 import trainer_core
@@ -15,8 +16,6 @@ from trainer_core.config import LoraConfig
 from trainer_core.models import SDXLModel
 from trainer_core.networks import create_network, find_targets
 from trainer_core.networks.naming import block_of_name, kohya_name, part_of_name
-
-from network_cases import ALL_PARTS
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SDXL = Path(trainer_core.__file__).parent / "assets" / "sdxl"
