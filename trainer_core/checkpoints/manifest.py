@@ -14,7 +14,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..errors import CheckpointError
 
@@ -59,8 +59,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """JSON with its own digest as the last field."""
-        body = asdict(self)
-        return (json.dumps({**body, "digest": _digest(body)}, indent=1, allow_nan=False) + "\n").encode("utf-8")
+        return _encode(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -97,30 +96,37 @@ def bound_digest(kind: str, step: int, generation: int, sha256: str) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest itself (not the files). Damaged, or CheckpointError for a newer format."""
+    """Read and check the manifest itself (not the files). Damaged, or CheckpointError for a newer format.
+
+    How a manifest is encoded and digests itself is the same in every format, so that damage never passes for a newer
+    one. Byte for byte: a flipped bit in white space or in a number's last digit counts as damage too.
+    """
     from .. import __version__
 
     try:
-        body = json.loads((folder / MANIFEST).read_bytes())
+        text = (folder / MANIFEST).read_bytes()
+        loaded = json.loads(text)
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except OSError as error:
         raise Damaged(f"{MANIFEST} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise Damaged(f"{MANIFEST} is cut or damaged ({error})") from error
-    if not isinstance(body, dict):
+    if not isinstance(loaded, dict):
         raise Damaged(f"{MANIFEST} holds no manifest")
-    version: Any = body.get("format_version")
+    body = cast("dict[str, Any]", loaded)
+    body.pop("digest", None)
+    if text != _encode(body):
+        raise Damaged(f"{MANIFEST} does not match its own digest")
+    version = body.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint {folder} was written by pack {body.get('pack_version')} in format {version}; this is pack "
             f"{__version__}, which reads formats up to {FORMAT_VERSION}. Update Safe-Scaler."
         )
-    stored = body.pop("digest", None)
-    if stored != _digest(body):
-        raise Damaged(f"{MANIFEST} does not match its own digest")
     try:
-        manifest = Manifest(**{**body, "files": {name: FileEntry(**entry) for name, entry in body["files"].items()}})
+        body["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+        manifest = Manifest(**body)
     except (TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"{MANIFEST} lacks or has unknown fields ({error})") from error
     _check_binding(manifest)
@@ -197,6 +203,7 @@ def _look(path: Path, step: int) -> SavedCheckpoint:
     return SavedCheckpoint(path, step, manifest.generation, size, manifest.created, verified, problem)
 
 
-def _digest(body: dict[str, Any]) -> str:
+def _encode(body: dict[str, Any]) -> bytes:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    return (json.dumps({**body, "digest": digest}, indent=1, allow_nan=False) + "\n").encode("utf-8")

@@ -14,18 +14,17 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, NonFiniteError, ResourceError
+from ..errors import CheckpointError, ResourceError
 from ..runs.platform import DurableIO
 from . import manifest as names
 from . import tensor_file
 from .manifest import Damaged, FileEntry, Manifest, SavedCheckpoint
+from .state import RunState, encode, non_finite, refuse_non_finite
 
 _SPARE_BYTES = 1 << 20
 """Room kept free beside the tensors: JSON files, folder entries."""
@@ -33,22 +32,6 @@ _SPARE_BYTES = 1 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class RunState:
-    """Everything needed to go on: trained tensors, optimizer tensors by parameter name, and the rest as JSON.
-
-    `step`, `name`, `generation` and `passed_over` (damaged newer checkpoints, each with its reason) are set by `load`.
-    """
-
-    adapter: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
-    scalars: dict[str, Any] = field(default_factory=dict)
-    step: int = 0
-    name: str = ""
-    generation: int = 0
-    passed_over: tuple[str, ...] = ()
 
 
 class CheckpointStore:
@@ -73,10 +56,10 @@ class CheckpointStore:
         full or fails (older checkpoints stay, nothing incomplete is left under a final name), CheckpointError when what
         was written reads back wrong.
         """
-        state = _on_cpu(state)
-        _refuse_non_finite(state.adapter, step)
-        body = _encode_state(state.scalars, step)
-        needed = _tensor_bytes(state) + len(body) + _SPARE_BYTES
+        state = state.on_cpu()
+        refuse_non_finite(state.adapter, step)
+        body = encode(state.scalars, step)
+        needed = state.tensor_bytes() + len(body) + _SPARE_BYTES
         try:
             self._prepare()
             self._check_space(needed, step)
@@ -114,7 +97,8 @@ class CheckpointStore:
             state = self._read(wanted[0].path)
         except Damaged as error:
             raise CheckpointError(
-                f"The checkpoint {wanted[0].name} is damaged: {error}. Name another one, or 'latest' for the newest good one."
+                f"The checkpoint {wanted[0].name} is damaged: {error}. "
+                "Name another one, or 'latest' for the newest good one."
             ) from error
         self.in_use = state.name
         return state
@@ -140,7 +124,8 @@ class CheckpointStore:
     def prune(self, keep_last: int, protect: Collection[str | int] = ()) -> list[str]:
         """Delete all but the `keep_last` newest; returns the deleted names.
 
-        Never deleted: the one in use (resumed from), the newest verified one, and what `protect` names (names or steps).
+        Never deleted: the one in use (resumed from), the newest verified one, and what `protect` names (names or
+        steps).
         Damaged ones are left for a person to look at.
         """
         good = [saved for saved in names.scan(self.folder) if not saved.problem]
@@ -236,8 +221,8 @@ class CheckpointStore:
         except Damaged as error:
             self._set_aside(path, str(error))
             raise CheckpointError(
-                f"The checkpoint {path.name} was written and reads back wrong: {error}. It is set aside; the older ones "
-                "are untouched. Check the disk."
+                f"The checkpoint {path.name} was written and reads back wrong: {error}. It is set aside; the older "
+                "ones are untouched. Check the disk."
             ) from error
         self._mark_verified(path)
 
@@ -260,7 +245,7 @@ class CheckpointStore:
             raise Damaged(f"{names.STATE} does not match its SHA-256")
         adapter = _read_tensors(path / names.ADAPTER, manifest, "adapter")
         optimizer = _read_tensors(path / names.OPTIMIZER, manifest, "optimizer")
-        if bad := _non_finite(adapter):
+        if bad := non_finite(adapter):
             raise Damaged(f"{names.ADAPTER} holds NaN or infinity in {bad[0]}")
         scalars = json.loads(body)["scalars"]
         return RunState(adapter, optimizer, scalars, manifest.step, path.name, manifest.generation)
@@ -344,48 +329,6 @@ def _space_message(step: int, needed: int, free: int, folder: Path, error: OSErr
         f"The checkpoint of step {step} does not fit{cause}: {needed:,} bytes needed, {free:,} bytes free in {folder}. "
         "Older checkpoints are untouched. Free space or lower checkpoint.keep_last."
     )
-
-
-def _on_cpu(state: RunState) -> RunState:
-    def move(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
-
-    return RunState(move(state.adapter), move(state.optimizer), state.scalars)
-
-
-def _tensor_bytes(state: RunState) -> int:
-    tensors = [*state.adapter.values(), *state.optimizer.values()]
-    return sum(tensor.numel() * tensor.element_size() + 256 for tensor in tensors)
-
-
-def _encode_state(scalars: Mapping[str, Any], step: int) -> bytes:
-    try:
-        return json.dumps(
-            {"step": step, "scalars": dict(scalars)}, allow_nan=False, ensure_ascii=False, indent=1
-        ).encode("utf-8")
-    except ValueError as error:
-        raise ValueError(
-            f"the run state holds a number that JSON cannot ({error}); store it as null with a flag"
-        ) from error
-
-
-def _non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return [
-        name
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-    ]
-
-
-def _refuse_non_finite(adapter: Mapping[str, torch.Tensor], step: int) -> None:
-    if bad := _non_finite(adapter):
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise NonFiniteError(
-            f"The adapter holds NaN or infinity at step {step} in {bad[0]}{more}; it is not saved, and the older "
-            "checkpoints stay as they are. Resume from the last one.",
-            step=step,
-            report=bad,
-        )
 
 
 def _read_tensors(path: Path, manifest: Manifest, kind: str) -> dict[str, torch.Tensor]:

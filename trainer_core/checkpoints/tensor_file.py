@@ -70,7 +70,7 @@ def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor, row-major."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy()).cast("B")
+    return flat.numpy().data.cast("B")
 
 
 def read(path: Path, expected: FileEntry | None = None) -> TensorFile:
@@ -81,7 +81,7 @@ def read(path: Path, expected: FileEntry | None = None) -> TensorFile:
     # One buffer that the tensors are views of. The data begins at a multiple of 8 after an 8-byte length.
     buffer = torch.empty(size, dtype=torch.uint8)
     digest = hashlib.sha256()
-    view = memoryview(buffer.numpy()) if size else memoryview(b"")
+    view = buffer.numpy().data if size else memoryview(b"")
     done = 0
     with path.open("rb", buffering=0) as stream:
         while done < size:

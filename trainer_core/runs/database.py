@@ -122,7 +122,8 @@ class RunDatabase:
             with self._connection:
                 self._connection.execute("BEGIN IMMEDIATE")
                 deleted = self._connection.execute(
-                    "DELETE FROM events WHERE step > ? AND NOT (type = 'Warned' AND json_extract(json, '$.topic') = 'restart')",
+                    "DELETE FROM events WHERE step > ?"
+                    " AND NOT (type = 'Warned' AND json_extract(json, '$.topic') = 'restart')",
                     (step,),
                 ).rowcount
                 for table in _STEP_TABLES:
@@ -152,7 +153,7 @@ class RunDatabase:
             self._connection.execute("UPDATE checkpoints SET state = ? WHERE name = ?", (state, name))
 
     def add_health(self, step: int, rows: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Record gradient-health figures: one (module name, values) pair a row. A failing disk drops them, said once."""
+        """Record gradient-health figures: one (module name, values) pair a row. A failing disk drops them."""
         with self._lock:
             if self._failing_since is not None:
                 return
@@ -229,7 +230,10 @@ class RunDatabase:
         if kind in _UNRECORDED or (kind == "PhaseChanged" and not self._phase_matters(data)):
             return rows
         # A second process that did not go on from `last_seq` must not overwrite the first one's events.
-        number = "coalesce((SELECT ? WHERE NOT EXISTS (SELECT 1 FROM events WHERE seq = ?)), (SELECT max(seq) + 1 FROM events))"
+        number = (
+            "coalesce((SELECT ? WHERE NOT EXISTS (SELECT 1 FROM events WHERE seq = ?)),"
+            " (SELECT max(seq) + 1 FROM events))"
+        )
         event = (wire["seq"], wire["seq"], when, step, kind, json.dumps(data, ensure_ascii=False))
         rows.append((f"INSERT INTO events VALUES ({number}, ?, ?, ?, ?)", event))
         return rows

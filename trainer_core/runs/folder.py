@@ -9,10 +9,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..errors import ConfigError, Problem, ResourceError
 from .platform import DurableIO, LockCalls, is_busy, locked
@@ -117,7 +117,7 @@ class RunFolder:
         return read_config(self.config_path)
 
     @contextlib.contextmanager
-    def lock(self, calls: LockCalls | None = None, patience: float = _LOCK_PATIENCE_S) -> Iterator[None]:
+    def lock(self, calls: LockCalls | None = None, patience: float = _LOCK_PATIENCE_S) -> Generator[None, None, None]:
         """Hold the run for writing. ResourceError, naming the holder, when another process writes it.
 
         A file system without locks is used with a warning: nothing can then tell two writers apart.
@@ -169,7 +169,7 @@ def read_config(path: Path) -> dict[str, Any]:
     from .. import __version__
 
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         why = f"it cannot be read ({error.strerror})"
         raise ConfigError([Problem("config.json", str(path), why, "Give the folder of a run.")]) from error
@@ -178,9 +178,10 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(
             [Problem("config.json", str(path), why, "Restore it from a copy or start a new run.")]
         ) from error
-    if not isinstance(config, dict):
+    if not isinstance(loaded, dict):
         raise ConfigError([Problem("config.json", str(path), "it holds no settings", "Start a new run.")])
-    version: Any = config.get("format_version")
+    config = cast("dict[str, Any]", loaded)
+    version = config.get("format_version")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         why = (
             f"the run was written by pack {config.get('pack_version', 'unknown')} in format {version}; "

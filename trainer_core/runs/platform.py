@@ -15,11 +15,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 WINDOWS = "win32"
 
@@ -74,7 +74,7 @@ def is_busy(error: OSError) -> bool:
 
 
 @contextlib.contextmanager
-def locked(path: Path, calls: LockCalls | None = None) -> Iterator[int]:
+def locked(path: Path, calls: LockCalls | None = None) -> Generator[int, None, None]:
     """Hold the lock file `path` and yield its descriptor; OSError with a busy errno when another process holds it."""
     calls = calls or lock_calls()
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -178,11 +178,13 @@ class DurableIO:
     def _patiently(self, call: Callable[[], None], tries: int = 20) -> None:
         for left in reversed(range(tries if self.system == WINDOWS else 1)):
             try:
-                return call()
+                call()
             except PermissionError:
                 if not left:
                     raise
                 self._sleep(0.1)
+            else:
+                return
 
 
 def is_network_path(path: Path, partitions: Callable[[], list[tuple[str, str]]] | None = None) -> bool:
@@ -202,12 +204,19 @@ def _partitions() -> list[tuple[str, str]]:
     return [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
 
 
-def child_options(system: str = sys.platform) -> dict[str, Any]:
-    """`subprocess.Popen` options that keep a terminal's Ctrl-C away from the worker: its supervisor forwards it."""
+class ChildOptions(NamedTuple):
+    """`subprocess.Popen` options of the same names."""
+
+    creationflags: int
+    start_new_session: bool
+
+
+def child_options(system: str = sys.platform) -> ChildOptions:
+    """Options that keep a terminal's Ctrl-C away from the worker: its supervisor forwards it as a command."""
     if system == WINDOWS:
-        no_window = getattr(subprocess, "CREATE_NO_WINDOW", 0x08000000)
-        return {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x00000200) | no_window}
-    return {"start_new_session": True}
+        new_group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x00000200)
+        return ChildOptions(new_group | getattr(subprocess, "CREATE_NO_WINDOW", 0x08000000), False)
+    return ChildOptions(0, True)
 
 
 def end_child(process: subprocess.Popen[bytes], grace: float = 5.0, system: str = sys.platform) -> int:

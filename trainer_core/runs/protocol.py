@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from ..events import WIRE_VERSION, Ack, Event, json_safe
 from .platform import stop_signals
@@ -57,11 +57,12 @@ def encode_command(id: str, cmd: str) -> bytes:  # noqa: A002
 def decode_command(line: bytes) -> Command:
     """Read one command line. BadCommand says what is wrong with it and what is allowed."""
     try:
-        message: Any = json.loads(line.decode("utf-8"))
+        loaded = json.loads(line.decode("utf-8"))
     except ValueError as error:
         raise BadCommand(f"not a JSON object in UTF-8 ({error}); expected {{v, id, cmd}}") from error
-    if not isinstance(message, dict):
+    if not isinstance(loaded, dict):
         raise BadCommand("not a JSON object; expected {v, id, cmd}")
+    message = cast("dict[str, Any]", loaded)
     identity, cmd, version = str(message.get("id", "")), str(message.get("cmd", "")), message.get("v")
     if version != WIRE_VERSION:
         raise BadCommand(f"protocol version {version!r}; this worker speaks version {WIRE_VERSION}", identity, cmd)
@@ -182,6 +183,27 @@ class Commands:
             self.stop_requested = True
 
 
+class LineSplitter:
+    """Cuts a byte stream into lines. Of a line longer than `limit` only its beginning is handed on, once."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pending = b""
+        self._passing_over = False
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The lines that `chunk` completes, without their line ends."""
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        if lines and self._passing_over:
+            lines, self._passing_over = lines[1:], False
+        if self._passing_over:
+            self._pending = b""
+        elif len(self._pending) > self._limit:
+            lines.append(self._pending[: self._limit])
+            self._pending, self._passing_over = b"", True
+        return lines
+
+
 def read_commands(
     fd: int, commands: Commands, *, stop_at_end: bool, on_end: Callable[[], object] | None = None
 ) -> None:
@@ -189,26 +211,18 @@ def read_commands(
 
     Reads the descriptor itself: a thread that blocks inside `sys.stdin` would hold its lock at interpreter shutdown.
     """
-    pending = b""
-    overlong = False
+    lines = LineSplitter(MAX_LINE)
     while True:
         try:
             chunk = os.read(fd, MAX_LINE)
         except OSError as error:
             log.warning("commands cannot be read: %s", error)
-            chunk = b""
+            break
         if not chunk:
             break
-        *lines, pending = (pending + chunk).split(b"\n")
-        for line in lines:
-            if overlong:
-                overlong = False  # the tail of a line that was answered already
-            elif line.strip():
+        for line in lines.feed(chunk):
+            if line.strip():
                 commands.add_line(line)
-        if len(pending) > MAX_LINE:
-            if not overlong:
-                commands.add_line(b"command line longer than 64 KiB")
-            pending, overlong = b"", True
     if stop_at_end:
         commands.stop("the program that started this run is gone")
         if on_end:
@@ -230,7 +244,7 @@ def start_reader(
 @contextlib.contextmanager
 def stop_on_signals(
     commands: Commands, *, system: str = sys.platform, source: Any = signal, exit_now: Callable[[int], Any] = os._exit
-) -> Iterator[None]:
+) -> Generator[None, None, None]:
     """Map SIGINT, SIGTERM (and SIGBREAK on Windows) to `stop`; a second SIGINT ends the process at once, code 130.
 
     Outside the main thread signals cannot be taken over, and nothing changes.

@@ -73,8 +73,8 @@ class RunRecord:
         last = self._one("SELECT * FROM steps ORDER BY attempt DESC, step DESC LIMIT 1")
         loss = self._one("SELECT loss_avg FROM steps WHERE NOT rejected ORDER BY attempt DESC, step DESC LIMIT 1")
         best = self._one("SELECT step, mean FROM validation WHERE mean IS NOT NULL ORDER BY mean, step LIMIT 1")
-        start = json.loads(latest_start["json"]) if latest_start else {}
-        end = json.loads(ended["json"]) if ended else {}
+        start: Row = json.loads(latest_start["json"]) if latest_start else {}
+        end: Row = json.loads(ended["json"]) if ended else {}
         return {
             "status": end.get("status"),
             "message": end.get("message", ""),

@@ -50,9 +50,8 @@ def config_hash(config: Mapping[str, Any], ignore: Iterable[str] = UNHASHED) -> 
     plain: dict[str, Any] = json.loads(json.dumps(dict(config), allow_nan=False))
     for key in ignore:
         holder, _, field = key.rpartition(".")
-        section: Any = plain.get(holder) if holder else plain
-        if isinstance(section, dict):
-            section.pop(field, None)
+        section: dict[str, Any] = plain.get(holder, {}) if holder else plain
+        section.pop(field, None)
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 

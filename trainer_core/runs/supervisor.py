@@ -97,7 +97,7 @@ class Supervisor:
             return identity
 
     def run(self) -> RunOutcome:
-        """Follow the run to its end, with restarts. Exceptions of `on_event` pass through; the worker is ended first."""
+        """Follow the run to its end, with restarts. Exceptions of `on_event` pass through, the worker ended first."""
         restarts = without_progress = 0
         best = self._newest_step()
         while True:
@@ -137,6 +137,7 @@ class Supervisor:
 
     def _follow_one_worker(self) -> int:
         self._last = None
+        options = child_options()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
         with self.folder.log_path.open("ab") as errors:
             process = subprocess.Popen(
@@ -145,7 +146,8 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=environment,
-                **child_options(),
+                creationflags=options.creationflags,
+                start_new_session=options.start_new_session,
             )
         assert process.stdout is not None, "the worker was started with a pipe"
         with self._sending:
