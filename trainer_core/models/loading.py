@@ -54,14 +54,16 @@ def load_sdxl(
     source, vae_source, configs = plan(path, vae=vae, config_dir=config_dir)
     modules = {part: build_on_meta(_builder(part, configs.parts[part])) for part in FOLDERS}
     owners = {part: vae_source if part == "vae" else source for part in FOLDERS}
-    for part, module in modules.items():
-        check_shapes(part, module, owners[part].parts[part], owners[part].path)
+    names = {
+        part: check_shapes(part, module, owners[part].parts[part], owners[part].path)
+        for part, module in modules.items()
+    }
     folder = Path(config_dir) if config_dir is not None else None
     sizes = (int(configs.parts["te1"]["vocab_size"]), int(configs.parts["te2"]["vocab_size"]))
     tokenizers = load_tokenizers(source.folder, folder, sizes)
     with Reader(dtype, torch.device(device)) as reader, Reader(torch.float32, torch.device(device)) as exact:
         for part, module in modules.items():
-            fill(part, module, owners[part].parts[part], owners[part].path, exact if part == "vae" else reader)
+            fill(module, names[part], owners[part].parts[part], exact if part == "vae" else reader)
     fingerprints = {part: part_fingerprint(owners[part].parts[part]) for part in FOLDERS}
     return SDXLModel(
         unet=modules["unet"],  # type: ignore[arg-type]
@@ -89,8 +91,9 @@ def load_vae(path: str | Path, device: str | torch.device = "cpu") -> Autoencode
         Source(source.path, source.kind, {part: {} for part in FOLDERS}), source, None, parts=("vae",)
     )
     module = build_on_meta(_builder("vae", configs.parts["vae"]))
+    names = check_shapes("vae", module, source.parts["vae"], source.path)
     with Reader(torch.float32, torch.device(device)) as reader:
-        fill("vae", module, source.parts["vae"], source.path, reader)
+        fill(module, names, source.parts["vae"], reader)
     return module  # type: ignore[return-value]
 
 

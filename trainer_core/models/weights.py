@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelFileError
 from .sgm_keys import bare_text_name
@@ -66,8 +67,19 @@ class Reader:
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Make a module whose parameters have shapes but no memory."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInit():
         return build()
+
+
+class _NoInit(TorchFunctionMode):
+    """Skip `torch.nn.init`: random numbers for weights that are replaced a moment later are a third of the time."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def check_shapes(part: str, module: nn.Module, slots: Mapping[str, Slot], path: Path) -> dict[str, str]:
@@ -75,8 +87,9 @@ def check_shapes(part: str, module: nn.Module, slots: Mapping[str, Slot], path: 
 
     Raises ModelFileError listing what is missing, not placeable or of another shape, before anything is read.
     """
-    wanted = {name: bare_text_name(name) if part in ("te1", "te2") else name for name in module.state_dict()}
-    shapes = {wanted[name]: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    own = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    wanted = {name: bare_text_name(name) if part in ("te1", "te2") else name for name in own}
+    shapes = {wanted[name]: shape for name, shape in own.items()}
     missing = [name for name in shapes if name not in slots]
     unexpected = [name for name in slots if name not in shapes]
     other = [
@@ -111,9 +124,10 @@ def _same_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return found == wanted or (len(found) == 4 and found[2:] == (1, 1) and found[:2] == wanted)
 
 
-def fill(part: str, module: nn.Module, slots: Mapping[str, Slot], path: Path, reader: Reader) -> None:
-    """Give a meta module its weights, frozen, in eval mode. `reader` says type and device."""
-    names = check_shapes(part, module, slots, path)
+def fill(module: nn.Module, names: Mapping[str, str], slots: Mapping[str, Slot], reader: Reader) -> None:
+    """Give a meta module its weights, frozen, in eval mode. `names` is what `check_shapes` returned; `reader` says
+    type and device.
+    """
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     state = {name: reader.tensor(slots[slot]).reshape(shapes[name]) for name, slot in _in_file_order(names, slots)}
     module.load_state_dict(state, strict=True, assign=True)

@@ -36,7 +36,10 @@ SDXL_TEXT: Shapes = {
     "conditioner.embedders.1.model.ln_final.weight": (1280,),
 }
 WRONG: dict[str, tuple[Shapes, str]] = {
-    "sd1": ({**unet(context=768), "cond_stage_model.transformer.text_model.final_layer_norm.weight": (1,)}, "Stable Diffusion 1.x"),
+    "sd1": (
+        {**unet(context=768), "cond_stage_model.transformer.text_model.final_layer_norm.weight": (1,)},
+        "Stable Diffusion 1.x",
+    ),
     "sd1_inpainting": (
         {**unet(9, 768), "cond_stage_model.transformer.text_model.final_layer_norm.weight": (1,)},
         "Stable Diffusion 1.x inpainting",
@@ -58,8 +61,14 @@ WRONG: dict[str, tuple[Shapes, str]] = {
         {"first_stage_model.decoder.conv_in.weight": (1,), "first_stage_model.decoder.up.0.block.0.conv1.weight": (1,)},
         "a VAE only",
     ),
-    "vae_diffusers": ({"decoder.conv_in.weight": (1,), "decoder.up_blocks.0.resnets.0.conv1.weight": (1,)}, "a VAE only"),
-    "diffusers_unet": ({"conv_in.weight": (1,), "down_blocks.0.resnets.0.conv1.weight": (1,)}, r"one part \(the UNet\)"),
+    "vae_diffusers": (
+        {"decoder.conv_in.weight": (1,), "decoder.up_blocks.0.resnets.0.conv1.weight": (1,)},
+        "a VAE only",
+    ),
+    "diffusers_unet": (
+        {"conv_in.weight": (1,), "down_blocks.0.resnets.0.conv1.weight": (1,)},
+        r"one part \(the UNet\)",
+    ),
     "controlnet": ({"control_model.input_blocks.0.0.weight": (1,)}, "ControlNet"),
     "embedding": ({"clip_l": (1, 768), "clip_g": (1, 1280)}, "textual inversion"),
     "text_encoder": ({"text_model.final_layer_norm.weight": (1,)}, "a text encoder"),
@@ -84,7 +93,11 @@ FOREIGN: dict[str, tuple[str, bytes, str]] = {
     "zero_bytes": ("m.safetensors", b"", r"empty \(0 bytes\)"),
     "zero_bytes_ckpt": ("m.ckpt", b"", r"empty \(0 bytes\)"),
     "zip_pickle": ("m.ckpt", b"PK\x03\x04" + b"\0" * 600, "PyTorch pickle file.*Convert it once"),
-    "renamed_pickle": ("m.safetensors", b"PK\x03\x04" + b"\0" * 26 + b"archive/data.pkl" + b"\0" * 600, "PyTorch pickle"),
+    "renamed_pickle": (
+        "m.safetensors",
+        b"PK\x03\x04" + b"\0" * 26 + b"archive/data.pkl" + b"\0" * 600,
+        "PyTorch pickle",
+    ),
     "legacy_pickle": ("m.ckpt", pickle.dumps({"state_dict": list(range(300))}), "pickle file.*torch.load"),
     "bin": ("m.bin", b"\x00" * 100, "ending of a pickle"),
     "zip": ("m.safetensors", b"PK\x03\x04" + b"\0" * 600, "zip archive"),

@@ -18,7 +18,7 @@ KNOWN = {
     "down_blocks.0.resnets.1.conv2": "input_blocks.2.0.out_layers.3",
     "down_blocks.0.downsamplers.0.conv": "input_blocks.3.0.op",
     "down_blocks.1.attentions.0.proj_in": "input_blocks.4.1.proj_in",
-    "down_blocks.2.attentions.1.transformer_blocks.9.ff.net.0.proj": "input_blocks.8.1.transformer_blocks.9.ff.net.0.proj",
+    "down_blocks.2.attentions.1.transformer_blocks.9.ff.net.2": "input_blocks.8.1.transformer_blocks.9.ff.net.2",
     "mid_block.attentions.0.proj_out": "middle_block.1.proj_out",
     "mid_block.resnets.1.time_emb_proj": "middle_block.2.emb_layers.1",
     "up_blocks.0.attentions.2.norm": "output_blocks.2.1.norm",
@@ -73,8 +73,14 @@ def test_every_vae_parameter_maps_there_and_back(parts: dict[str, nn.Module]) ->
     assert None not in mapped
     assert len(set(mapped)) == len(names) == 248
     assert [sgm_keys.vae_ldm_to_diffusers(name) for name in mapped if name] == names
-    assert sgm_keys.vae_ldm_to_diffusers("decoder.up.0.block.1.conv1.weight") == "decoder.up_blocks.3.resnets.1.conv1.weight"
-    assert sgm_keys.vae_ldm_to_diffusers("encoder.mid.attn_1.proj_out.bias") == "encoder.mid_block.attentions.0.to_out.0.bias"
+    assert (
+        sgm_keys.vae_ldm_to_diffusers("decoder.up.0.block.1.conv1.weight")
+        == "decoder.up_blocks.3.resnets.1.conv1.weight"
+    )
+    assert (
+        sgm_keys.vae_ldm_to_diffusers("encoder.mid.attn_1.proj_out.bias")
+        == "encoder.mid_block.attentions.0.to_out.0.bias"
+    )
 
 
 def test_every_text_encoder_2_parameter_maps_there_and_back(parts: dict[str, nn.Module]) -> None:
@@ -87,7 +93,9 @@ def test_every_text_encoder_2_parameter_maps_there_and_back(parts: dict[str, nn.
     assert back == set(names)
 
 
-@pytest.mark.parametrize("name", ["input_blocks.9.0.in_layers.0.weight", "output_blocks.0.3.x", "time_embed.1", "foo", ""])
+@pytest.mark.parametrize(
+    "name", ["input_blocks.9.0.in_layers.0.weight", "output_blocks.0.3.x", "time_embed.1", "foo", ""]
+)
 def test_unknown_unet_names_have_no_counterpart(name: str) -> None:
     assert sgm_keys.unet_sgm_to_diffusers(name) is None
 
