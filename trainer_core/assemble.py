@@ -14,12 +14,13 @@ from .data import BatchLoader, BatchPlan, Item, LatentCache, ScanReport, StopReq
 from .data import captions_to_encode, plain_caption, scan_dataset
 from .device import choose_compute, choose_device
 from .draws import Draws
+from .errors import ConfigError, Problem
 from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
 from .export import Exporter
 from .models import SDXLModel, inspect_model, load_sdxl
 from .networks import LoraNetwork, create_network
 from .objective import NoiseSchedule, Objective
-from .optim import Precision, build_optimizer
+from .optim import LiveWeights, Precision, build_optimizer, schedule_problem
 from .resume import RunIdentity, capture_state, data_digest, restore_state
 from .session import Session
 from .trainer import Trainer, TrainerParts
@@ -90,6 +91,7 @@ class _Assembler:
         holdout = self._hold_out(report)
         plan = BatchPlan(holdout.training, self.config.dataset.batch_size, self.draws)
         self._warn("validation", holdout.reason)
+        self._check_schedule(plan)
         model = self._load()
         latents, texts = self._cache(model, report, holdout)
         loader = BatchLoader(plan, latents, texts, self.config.dataset)
@@ -99,7 +101,8 @@ class _Assembler:
             {part: network.parameters_of(part) for part in network.parts}, self.config.optimizer
         )
         precision = Precision(self.config.precision, self.compute, self.device)
-        parts = TrainerParts(model, network, optimizer, precision, objective, plan, loader, self.device)
+        weights = LiveWeights(optimizer, self.config.optimizer)
+        parts = TrainerParts(model, network, optimizer, precision, objective, plan, loader, self.device, weights)
         session, trainer = self._session(parts, report, holdout, latents, texts)
         self._resume(session, trainer, report)
         self._announce(session, trainer, report)
@@ -129,6 +132,13 @@ class _Assembler:
         own = [item for item in report.items if not item.is_prior]
         holdout = choose_holdout(own, self.config.validation, self.draws)
         return replace(holdout, training=(*holdout.training, *(item for item in report.items if item.is_prior)))
+
+    def _check_schedule(self, plan: BatchPlan) -> None:
+        """The number of steps may follow from the pictures, so what depends on it is checked here too."""
+        trouble = schedule_problem(self.config.schedule, total_steps(self.config, plan))
+        if trouble is not None:
+            fix = "Write fewer steps, or shares such as 0.1, or train longer."
+            raise ConfigError([Problem("schedule.warmup_steps", self.config.schedule.warmup_steps, trouble, fix)])
 
     def _load(self) -> SDXLModel:
         self._phase("loading", detail=self.config.model.path)

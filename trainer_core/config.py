@@ -8,26 +8,16 @@ range and unit, from which command-line flags, node widgets and tables are made.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+
+from .config_option import STEPS_OR_SHARE as STEPS_OR_SHARE
+from .config_option import option
+from .config_training import ObjectiveConfig as ObjectiveConfig
+from .config_training import OptimizerConfig as OptimizerConfig
+from .config_training import ScheduleConfig as ScheduleConfig
 
 FORMAT_VERSION = 1
 
 PARTS = ("unet", "te1", "te2")
-
-
-def option(
-    default: Any,
-    help: str,  # noqa: A002 - the word that argparse and node schemas use too
-    *,
-    min: float | None = None,  # noqa: A002
-    max: float | None = None,  # noqa: A002
-    choices: tuple[Any, ...] = (),
-    unit: str = "",
-    advanced: bool = False,
-) -> Any:
-    """A field with its default and what a person needs to know about it."""
-    metadata = {"help": help, "min": min, "max": max, "choices": choices, "unit": unit, "advanced": advanced}
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,57 +146,6 @@ class BucketConfig:
     )
     max_aspect_ratio: float = option(
         8.0, "pictures more extreme than this are left out, and named", min=1.0, advanced=True
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
-    loss: str = option("l2", "elementwise loss", choices=("l2", "l1", "huber", "smooth_l1"))
-    huber_c: float = option(0.1, "Huber threshold", min=1e-6, advanced=True)
-    huber_schedule: str = option(
-        "snr", "how the Huber threshold follows the timestep", choices=("snr", "exponential", "constant"), advanced=True
-    )
-    huber_scale: float = option(
-        1.0, "factor on the Huber threshold (not used by the snr schedule, as in kohya)", min=1e-6, advanced=True
-    )
-    min_snr_gamma: float | None = option(None, "min-SNR weighting (Hang et al. 2023); 5 is usual", min=0.0)
-    debiased_estimation: bool = option(False, "debiased estimation weighting", advanced=True)
-    noise_offset: float = option(0.0, "offset noise", min=0.0, max=1.0)
-    multires_noise_iterations: int = option(0, "pyramid noise levels", min=0, max=16, advanced=True)
-    multires_noise_discount: float = option(0.3, "pyramid noise discount", min=0.0, max=1.0, advanced=True)
-    ip_noise_gamma: float = option(0.0, "input perturbation", min=0.0, max=1.0, advanced=True)
-    min_timestep: int = option(0, "lowest training timestep", min=0, max=999, advanced=True)
-    max_timestep: int = option(1000, "training timesteps end before this", min=1, max=1000, advanced=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    type: str = option("adamw", "optimizer", choices=("adamw",))
-    learning_rate: float = option(1e-4, "learning rate", min=0.0, max=10.0)
-    unet_lr: float | None = option(
-        None, "learning rate of the UNet; unset = learning_rate, 0 = not trained", min=0.0, max=10.0
-    )
-    te1_lr: float | None = option(
-        0.0, "learning rate of text encoder 1; unset = learning_rate, 0 = not trained", min=0.0, max=10.0
-    )
-    te2_lr: float | None = option(
-        0.0, "learning rate of text encoder 2; unset = learning_rate, 0 = not trained", min=0.0, max=10.0
-    )
-    beta1: float = option(0.9, "AdamW beta1", min=0.0, max=0.9999, advanced=True)
-    beta2: float = option(0.999, "AdamW beta2", min=0.0, max=0.99999, advanced=True)
-    eps: float = option(1e-8, "AdamW epsilon", min=1e-16, max=1.0, advanced=True)
-    weight_decay: float = option(0.01, "AdamW weight decay", min=0.0, max=10.0, advanced=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    type: str = option(
-        "constant", "learning-rate schedule", choices=("constant", "linear", "cosine", "cosine_with_restarts")
-    )
-    warmup_steps: float = option(0.0, "applied steps of linear warm-up; below 1 = share of the run", min=0.0)
-    cycles: int = option(1, "restarts of cosine_with_restarts", min=1, max=1000)
-    min_lr_ratio: float = option(
-        0.0, "the schedule never falls below this share of the learning rate", min=0.0, max=1.0, advanced=True
     )
 
 

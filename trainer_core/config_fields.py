@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from .config import SECTIONS
+from .config import SECTIONS, STEPS_OR_SHARE
 
 #: Type annotation (without `None`) -> the word for it in messages and help.
 _KINDS: dict[Any, str] = {
@@ -174,6 +174,8 @@ def _truth(spec: FieldSpec, value: Any, text: bool) -> bool:
 
 
 def _number(spec: FieldSpec, value: Any, text: bool) -> float:
+    if spec.unit == STEPS_OR_SHARE and isinstance(value, str) and value.strip().endswith("%"):
+        return share_from_percent(value)
     if text and isinstance(value, str):
         try:
             return float(value)
@@ -185,6 +187,17 @@ def _number(spec: FieldSpec, value: Any, text: bool) -> float:
         return float(value)
     except OverflowError:
         raise BadValue("is too large for a number", f"Write {allowed(spec)}.") from None
+
+
+def share_from_percent(value: str) -> float:
+    """0.1 from "10%". 100% would be the number 1, which means one step, and is refused with its like."""
+    try:
+        share = float(value.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise BadValue("is no share from 0% to below 100%", "Write steps (100), a share (0.1) or per cent (10%).")
+    return share
 
 
 def _whole(spec: FieldSpec, value: Any, text: bool) -> int:

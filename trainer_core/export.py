@@ -49,13 +49,14 @@ class Exporter:
             AdapterError: a tensor is not finite, or the file fails its proof.
         """
         path.unlink(missing_ok=True)
-        return export_lora(
-            path,
-            self.parts.network,
-            self.parts.model,
-            build_metadata(self.config, self._facts(step)),
-            dtype=self.config.checkpoint.save_precision,
-        )
+        with self.parts.live.evaluation("export"):
+            return export_lora(
+                path,
+                self.parts.network,
+                self.parts.model,
+                build_metadata(self.config, self._facts(step)),
+                dtype=self.config.checkpoint.save_precision,
+            )
 
     @cached_property
     def _model_hashes(self) -> tuple[str, str] | None:

@@ -6,12 +6,11 @@ refuses it with a reason, or says that the wish is already met.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from .config_fields import FIELDS, BadValue, coerce, did_you_mean
+from .config_fields import FIELDS, BadValue, coerce, did_you_mean, share_from_percent
 
 Settings = dict[str, Any]
 Rule = Callable[[Any], Settings]
@@ -165,20 +164,6 @@ def arguments(name: str, rules: Mapping[str, Rule], refusals: Mapping[str, str])
     return rule
 
 
-def pair(first: str, second: str) -> Rule:
-    """A tuple or list of two numbers, as `betas=(0.9,0.999)`."""
-
-    def rule(value: Any) -> Settings:
-        try:
-            numbers = ast.literal_eval(value if isinstance(value, str) else repr(value))
-            one, two = (float(number) for number in numbers)
-        except (ValueError, TypeError, SyntaxError):
-            raise BadValue("needs two numbers, such as (0.9,0.999)", "Write betas=0.9,0.999.") from None
-        return {first: one, second: two}
-
-    return rule
-
-
 def share_or_steps(key: str) -> Rule:
     """Steps, a share below 1, or per cent with '%'."""
 
@@ -186,9 +171,6 @@ def share_or_steps(key: str) -> Rule:
         text = str(value).strip()
         if not text.endswith("%"):
             return {} if text == "" else {key: value}
-        try:
-            return {key: float(text[:-1]) / 100}
-        except ValueError:
-            raise BadValue("is no share in per cent", "Write steps (100), a share (0.1) or per cent (10%).") from None
+        return {key: share_from_percent(text)}
 
     return rule

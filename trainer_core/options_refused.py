@@ -56,27 +56,16 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("vae_batch_size", "value", "the batch of the VAE is not a setting here", "Leave it out.", ("1",)),
     ("debug_dataset", "flag", "is a command of its own here", "Run `safe-scaler scan FOLDER`.", ()),
     # objective
-    ("noise_offset_random_strength", "flag", _NOT_YET, "Use --noise_offset.", ()),
-    ("adaptive_noise_scale", "value", _NOT_YET, "Use --noise_offset.", ("0",)),
-    ("ip_noise_gamma_random_strength", "flag", _NOT_YET, "Use --ip_noise_gamma.", ()),
-    ("scale_v_pred_loss_like_noise_pred", "flag", _NOT_YET, "Use --min_snr_gamma.", ()),
-    ("v_pred_like_loss", "value", _NOT_YET, "Use --min_snr_gamma.", ()),
     ("do_edm_style_training", "flag", "SDXL is trained with its own discrete schedule", "Leave it out.", ()),
     # optimizer and schedule
-    ("use_8bit_adam", "flag", _NOT_YET, "Use --optimizer_type AdamW (more memory: 8 bytes a trained weight).", ()),
-    ("use_lion_optimizer", "flag", _NOT_YET, "Use --optimizer_type AdamW.", ()),
-    ("prodigy_beta3", "value", "Prodigy is not in this version", "Use --optimizer_type AdamW.", ()),
-    ("prodigy_decouple", "value", "Prodigy is not in this version", "Use --optimizer_type AdamW.", ("true",)),
-    ("prodigy_use_bias_correction", "value", "Prodigy is not in this version", "Use --optimizer_type AdamW.", ("true",)),
-    ("prodigy_safeguard_warmup", "value", "Prodigy is not in this version", "Use --optimizer_type AdamW.", ("true",)),
+    ("prodigy_beta3", "value", "is an argument of the optimizer", "Use --optimizer_args beta3=....", ()),
+    ("prodigy_decouple", "value", "is an argument of the optimizer", "Use --optimizer_args decouple=False.", ("true",)),
+    ("prodigy_use_bias_correction", "value", "is an argument of the optimizer", "Use --optimizer_args use_bias_correction=True.", ("true",)),
+    ("prodigy_safeguard_warmup", "value", "is an argument of the optimizer", "Use --optimizer_args safeguard_warmup=True.", ("true",)),
     ("adam_weight_decay_text_encoder", "value", "one weight decay holds for all parts", "Use --adam_weight_decay.", ()),
     ("scale_lr", "flag", "the rate is taken as written", "Multiply --learning_rate yourself.", ()),
     ("lr_scheduler_type", "value", "runs foreign code", "Use --lr_scheduler.", ()),
     ("lr_scheduler_args", "many", "belongs to --lr_scheduler_type", "Use --lr_scheduler_num_cycles or --lr_scheduler_min_lr_ratio.", ()),
-    ("lr_scheduler_power", "value", "polynomial decay is not in this version", "Use --lr_scheduler cosine.", ("1",)),
-    ("lr_power", "value", "polynomial decay is not in this version", "Use --lr_scheduler cosine.", ("1",)),
-    ("lr_scheduler_timescale", "value", "inverse_sqrt is not in this version", "Use --lr_scheduler cosine.", ()),
-    ("lr_decay_steps", "value", "warmup_stable_decay is not in this version", "Use --lr_scheduler linear or cosine.", ("0",)),
     ("fused_backward_pass", "flag", "updates are decided after the whole gradient was seen", "Use --gradient_checkpointing to save memory.", ()),
     ("cpu_offload_checkpointing", "flag", _NOT_YET, "Use --gradient_checkpointing.", ()),
     # previews and validation
@@ -159,7 +148,7 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 _DIFFUSERS_NAMES = frozenset(
-    ["revision", "variant", "enable_npu_flash_attention", "use_dora", "lora_layers", "dataset_name", "dataset_config_name", "image_column", "caption_column", "max_train_samples", "class_prompt", "num_class_images",  "do_edm_style_training", "prodigy_beta3", "prodigy_decouple", "prodigy_use_bias_correction", "prodigy_safeguard_warmup", "adam_weight_decay_text_encoder", "scale_lr", "lr_power", "validation_epochs", "hub_token", "hub_model_id", "push_to_hub"]
+    ["revision", "variant", "enable_npu_flash_attention", "use_dora", "lora_layers", "dataset_name", "dataset_config_name", "image_column", "caption_column", "max_train_samples", "class_prompt", "num_class_images",  "do_edm_style_training", "prodigy_beta3", "prodigy_decouple", "prodigy_use_bias_correction", "prodigy_safeguard_warmup", "adam_weight_decay_text_encoder", "scale_lr", "validation_epochs", "hub_token", "hub_model_id", "push_to_hub"]
 )
 
 REFUSED: dict[str, Option] = {

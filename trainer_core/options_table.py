@@ -16,7 +16,6 @@ from .options_kinds import (
     arguments,
     choice,
     nothing,
-    pair,
     refuse,
     sets,
     share_or_steps,
@@ -78,6 +77,9 @@ _NETWORK_ARGS: dict[str, Rule] = {
     "conv_alpha": to("lora.conv_alpha"),
     "rank_dropout": to("lora.rank_dropout"),
     "module_dropout": to("lora.module_dropout"),
+    "loraplus_lr_ratio": to("optimizer.loraplus_ratio"),
+    "loraplus_unet_lr_ratio": to("optimizer.loraplus_unet_ratio"),
+    "loraplus_text_encoder_lr_ratio": to("optimizer.loraplus_te_ratio"),
 }
 _NETWORK_ARGS_REFUSED = {
     "dropout": "is ignored by sd-scripts; use --network_dropout",
@@ -87,24 +89,24 @@ _NETWORK_ARGS_REFUSED = {
     **dict.fromkeys(
         ("down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_lr_zero_threshold"), _LATER + "; use --unet_lr"
     ),
-    **dict.fromkeys(
-        ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"),
-        _LATER + "; use --unet_lr and --text_encoder_lr",
-    ),
     **dict.fromkeys(("algo", "preset"), "belongs to LyCORIS, which " + _LATER + "; plain LoRA is trained"),
-}
-_OPTIMIZER_ARGS: dict[str, Rule] = {
-    "betas": pair("optimizer.beta1", "optimizer.beta2"),
-    "eps": to("optimizer.eps"),
-    "weight_decay": to("optimizer.weight_decay"),
 }
 _SCHEDULES = {
     "": None,
-    "constant": "constant",
     "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_restarts": "cosine_with_restarts",
+    **{
+        name: name
+        for name in (
+            "constant",
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "polynomial",
+            "inverse_sqrt",
+            "cosine_with_min_lr",
+            "warmup_stable_decay",
+        )
+    },
 }
 _SAMPLERS = {
     "ddim": "ddim",
@@ -132,7 +134,23 @@ _INTERPOLATION = choice(
     },
     "this way of scaling pictures is not known",
 )
-_ADAMW = choice("optimizer.type", {"": None, "adamw": "adamw"}, "this optimizer is not in this version; AdamW is")
+
+
+def _schedule(value: Any) -> Settings:
+    if str(value).strip().lower() == "piecewise_constant":
+        raise BadValue("this schedule is not in this version", "Use --lr_scheduler warmup_stable_decay or cosine.")
+    return choice("schedule.type", _SCHEDULES, "there is no such schedule")(value)
+
+
+def _optimizer(value: Any) -> Settings:
+    """sd-scripts' names in any case; a dotted class stays as it is. Whether it exists is checked with the config."""
+    typed = "" if value is None else str(value).strip()
+    return {} if not typed else {"optimizer.type": typed if "." in typed else typed.lower()}
+
+
+def _optimizer_args(value: Any) -> Settings:
+    return {"optimizer.args": typed} if (typed := words(value)) else {}
+
 
 #: (name, takes, rule, source, note) of everything that is understood.
 _ROWS: tuple[tuple[str, str, Rule, str, str], ...] = (
@@ -223,9 +241,11 @@ _ROWS: tuple[tuple[str, str, Rule, str, str], ...] = (
     ("snr_gamma", "value", to("objective.min_snr_gamma"), _DIFFUSERS, ""),
     ("debiased_estimation_loss", "flag", switch("objective.debiased_estimation"), _KOHYA, ""),
     # optimizer and schedule
-    ("optimizer_type", "value", _ADAMW, _KOHYA, ""),
-    ("optimizer", "value", _ADAMW, _DIFFUSERS, ""),
-    ("optimizer_args", "many", arguments("optimizer_args", _OPTIMIZER_ARGS, {}), _KOHYA, ""),
+    ("optimizer_type", "value", _optimizer, _KOHYA, ""),
+    ("optimizer", "value", _optimizer, _DIFFUSERS, ""),
+    ("use_8bit_adam", "flag", sets({"optimizer.type": "adamw8bit"}), _KOHYA, ""),
+    ("use_lion_optimizer", "flag", sets({"optimizer.type": "lion"}), _KOHYA, ""),
+    ("optimizer_args", "many", _optimizer_args, _KOHYA, ""),
     ("learning_rate", "value", to("optimizer.learning_rate"), _KOHYA, ""),
     ("unet_lr", "value", to("optimizer.unet_lr"), _KOHYA, ""),
     ("text_encoder_lr", "many", _text_encoder_rates, _KOHYA, ""),
@@ -233,9 +253,13 @@ _ROWS: tuple[tuple[str, str, Rule, str, str], ...] = (
     ("adam_beta2", "value", to("optimizer.beta2"), _DIFFUSERS, ""),
     ("adam_weight_decay", "value", to("optimizer.weight_decay"), _DIFFUSERS, ""),
     ("adam_epsilon", "value", to("optimizer.eps"), _DIFFUSERS, ""),
-    ("lr_scheduler", "value", choice("schedule.type", _SCHEDULES, "this schedule is not in this version"), _KOHYA, ""),
+    ("lr_scheduler", "value", _schedule, _KOHYA, ""),
     ("lr_warmup_steps", "value", share_or_steps("schedule.warmup_steps"), _KOHYA, ""),
+    ("lr_decay_steps", "value", share_or_steps("schedule.decay_steps"), _KOHYA, ""),
     ("lr_scheduler_num_cycles", "value", to("schedule.cycles"), _KOHYA, ""),
+    ("lr_scheduler_power", "value", to("schedule.power"), _KOHYA, ""),
+    ("lr_power", "value", to("schedule.power"), _DIFFUSERS, ""),
+    ("lr_scheduler_timescale", "value", to("schedule.timescale"), _KOHYA, ""),
     ("lr_num_cycles", "value", to("schedule.cycles"), _DIFFUSERS, ""),
     ("lr_scheduler_min_lr_ratio", "value", to("schedule.min_lr_ratio"), _KOHYA, ""),
     ("max_grad_norm", "value", to("gradient.max_norm"), _KOHYA, ""),

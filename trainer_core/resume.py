@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .data import Item
     from .session import Session
 
+_EMA = "ema:average/"
 _LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy")
 
 # Sections and fields that decide nothing about what has been trained so far; a change is allowed and logged.
@@ -35,9 +36,18 @@ _FREE_FIELDS = frozenset(
         "optimizer.unet_lr",
         "optimizer.te1_lr",
         "optimizer.te2_lr",
+        "optimizer.loraplus_ratio",
+        "optimizer.loraplus_unet_ratio",
+        "optimizer.loraplus_te_ratio",
+        "optimizer.ema_validation",
+        "optimizer.ema_preview",
+        "optimizer.ema_export",
         "schedule.type",
         "schedule.warmup_steps",
+        "schedule.decay_steps",
         "schedule.cycles",
+        "schedule.power",
+        "schedule.timescale",
         "schedule.min_lr_ratio",
         "dataset.workers",
         "dataset.cache_dir",
@@ -74,13 +84,18 @@ def capture_state(parts: TrainerParts, state: TrainState, session: Session, iden
     """The whole state of a run after its last decided step."""
     from .checkpoints.store import RunState
 
-    tensors, numbers = optimizer_state(parts.optimizer)
+    # A checkpoint may be asked for while validation or a preview looks at averaged weights.
+    with parts.live.training():
+        adapter = parts.network.state_dict()
+        tensors, numbers = optimizer_state(parts.optimizer)
+    ema, updates = ({}, 0) if parts.live.ema is None else parts.live.ema.state()
     return RunState(
-        adapter=parts.network.state_dict(),
-        optimizer=tensors,
+        adapter=adapter,
+        optimizer={**tensors, **{_EMA + name: value for name, value in ema.items()}},
         scalars={
             "counters": state.to_dict(),
             "optimizer": numbers,
+            "ema_updates": updates,
             "precision": parts.precision.state_dict(),
             "validation": session.validation_history,
             "total_steps": session.trainer.total_steps if session.trainer else 0,
@@ -113,7 +128,12 @@ def restore_state(session: Session, trainer: Trainer) -> Restored | None:
         )
     parts = trainer.parts
     parts.network.load_state_dict(loaded.adapter)
-    load_optimizer_state(parts.optimizer, loaded.optimizer, scalars["optimizer"])
+    averages = {name: value for name, value in loaded.optimizer.items() if name.startswith(_EMA)}
+    tensors = {name: value for name, value in loaded.optimizer.items() if name not in averages}
+    load_optimizer_state(parts.optimizer, tensors, scalars["optimizer"])
+    if parts.live.ema is not None:
+        plain = {name.removeprefix(_EMA): value for name, value in averages.items()}
+        parts.live.ema.load_state(plain, int(scalars["ema_updates"]))
     parts.precision.load_state_dict(scalars["precision"])
     trainer.state = TrainState.from_dict(scalars["counters"])
     session.validation_history[:] = scalars["validation"]

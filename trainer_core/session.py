@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from .events import (
 if TYPE_CHECKING:
     from .checkpoints.store import CheckpointStore, RunState
     from .networks.export import ExportedLora
+    from .optim.live_weights import Purpose
     from .resume import RunIdentity
     from .runs.folder import RunFolder
     from .runs.protocol import Commands
@@ -146,7 +148,8 @@ class Session:
         if self.validation is None or self._validated_step == step:
             return None
         self.bus.emit(PhaseChanged(step=step, phase="validating"))
-        result = self.validation.run(should_stop=self.should_stop)
+        with self._judged("validation"):
+            result = self.validation.run(should_stop=self.should_stop)
         if result is None:
             return None
         self._validated_step = step
@@ -171,7 +174,8 @@ class Session:
             return
         self.bus.emit(PhaseChanged(step=step, phase="previewing", total=len(self.prompts)))
         self._previewed_step = step
-        self.preview(step)
+        with self._judged("preview"):
+            self.preview(step)
 
     def preview_ready(self, step: int, file: Path, prompt: str, index: int, seed: int) -> None:
         self.bus.emit(PreviewReady(step=step, file=self.shown(file), prompt=prompt, index=index, seed=seed))
@@ -203,6 +207,10 @@ class Session:
             return path.relative_to(self.folder.path).as_posix()
         except ValueError:
             return str(path)
+
+    def _judged(self, purpose: Purpose) -> AbstractContextManager[None]:
+        """The adapter holds the weights that validation or previews are to see (EMA, schedule-free)."""
+        return nullcontext() if self.trainer is None else self.trainer.parts.live.evaluation(purpose)
 
     def _answer_commands(self) -> None:
         """Do what was asked; the answers themselves are emitted by `commands`. Blocks while the run is paused."""

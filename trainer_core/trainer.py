@@ -22,8 +22,15 @@ from .draws import Draws
 from .errors import NonFiniteError
 from .events import EventBus, PhaseChanged, StepFinished, StepRejected
 from .networks import DropoutDraws, LoraNetwork
-from .optim import Precision, StepReading, StepVerdict, learning_rate_factor
-from .optim.optimizers import set_learning_rates
+from .optim import (
+    LiveWeights,
+    Precision,
+    StepReading,
+    StepVerdict,
+    effective_rates,
+    learning_rate_factor,
+    set_learning_rates,
+)
 from .optim.precision import bad_samples, nonfinite_parameters
 
 if TYPE_CHECKING:
@@ -76,6 +83,14 @@ class TrainerParts:
     plan: BatchPlan
     loader: BatchLoader
     device: torch.device
+    weights: LiveWeights | None = None
+
+    @property
+    def live(self) -> LiveWeights:
+        """The adapter's weights: trained, or averaged where something judges the run by an average."""
+        if self.weights is None:
+            self.weights = LiveWeights(self.optimizer)
+        return self.weights
 
 
 class Trainer:
@@ -192,10 +207,12 @@ class Trainer:
     def _apply(self, reading: StepReading, epoch: int, started: float) -> None:
         state, parts = self.state, self.parts
         factor = learning_rate_factor(self.config.schedule, state.applied, self.total_steps)
-        rates = set_learning_rates(parts.optimizer, factor)
+        set_learning_rates(parts.optimizer, factor)
         clipped = parts.precision.apply(parts.optimizer, reading, self.config.gradient.max_norm)
+        rates = effective_rates(parts.optimizer)
         if self.config.lora.max_norm > 0:
             parts.network.apply_max_norm(self.config.lora.max_norm)
+        parts.live.after_update()
         state.applied += 1
         before = reading.loss if state.loss_avg is None else state.loss_avg
         state.loss_avg = _AVERAGE_DECAY * before + (1.0 - _AVERAGE_DECAY) * reading.loss

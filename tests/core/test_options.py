@@ -161,9 +161,28 @@ def test_understood_options_set_real_fields() -> None:
         ("--network_args conv_dim=8 conv_alpha=1", {"lora.conv_rank": 8, "lora.conv_alpha": 1.0}),
         (
             "--optimizer_args weight_decay=0.1 betas=0.9,0.99 eps=1e-7",
-            {"optimizer.weight_decay": 0.1, "optimizer.beta1": 0.9, "optimizer.beta2": 0.99, "optimizer.eps": 1e-7},
+            {"optimizer.args": ("weight_decay=0.1", "betas=0.9,0.99", "eps=1e-7")},
         ),
-        ("--optimizer_args 'betas=(0.8, 0.9)'", {"optimizer.beta1": 0.8, "optimizer.beta2": 0.9}),
+        ("--optimizer_args 'betas=(0.8, 0.9)'", {"optimizer.args": ("betas=(0.8, 0.9)",)}),
+        ("--optimizer_type AdamW8bit", {"optimizer.type": "adamw8bit"}),
+        ("--optimizer_type pytorch_optimizer.SOAP", {"optimizer.type": "pytorch_optimizer.SOAP"}),
+        ("--use_8bit_adam", {"optimizer.type": "adamw8bit"}),
+        ("--use_lion_optimizer", {"optimizer.type": "lion"}),
+        ("--lr_scheduler polynomial --lr_scheduler_power 2", {"schedule.type": "polynomial", "schedule.power": 2.0}),
+        ("--lr_decay_steps 20%", {"schedule.decay_steps": 0.2}),
+        ("--lr_scheduler_timescale 50", {"schedule.timescale": 50}),
+        (
+            "--network_args loraplus_lr_ratio=16 loraplus_unet_lr_ratio=8 loraplus_text_encoder_lr_ratio=4",
+            {
+                "optimizer.loraplus_ratio": 16.0,
+                "optimizer.loraplus_unet_ratio": 8.0,
+                "optimizer.loraplus_te_ratio": 4.0,
+            },
+        ),
+        (
+            "--v_pred_like_loss 0.1 --noise_offset_random_strength",
+            {"objective.v_pred_like_loss": 0.1, "objective.noise_offset_random_strength": True},
+        ),
         ("--mixed_precision no", {"precision.compute": "fp32"}),
         ("--validation_prompt hi --num_validation_images 3", {"preview.prompts": ("hi", "hi", "hi")}),
         ("--preview.prompts 'a cat --w 64' 'a dog'", {"preview.prompts": ("a cat --w 64", "a dog")}),
@@ -193,11 +212,9 @@ def test_what_a_line_means(line: str, expected: dict[str, Any]) -> None:
         ("--network_args dropout=0.1", "use --network_dropout"),
         ("--network_args algo=loha", "LyCORIS"),
         ("--network_args conv_dim", "is not key=value"),
-        ("--optimizer_args momentum=1", "Known in --optimizer_args"),
-        ("--optimizer_args betas=0.9", "needs two numbers"),
-        ("--optimizer_type Prodigy", "AdamW is"),
+        ("--lr_warmup_steps 100%", "below 100%"),
         ("--network_module lycoris.kohya", "networks.lora is"),
-        ("--lr_scheduler polynomial", "this schedule is not in this version"),
+        ("--lr_scheduler piecewise_constant", "this schedule is not in this version"),
         ("--save_model_as ckpt", "only safetensors"),
         ("--report_to wandb", "report.html"),
         ("--save_every_n_epochs 1", "Use --save_every_n_steps."),
@@ -214,7 +231,7 @@ def test_what_is_refused_and_why(line: str, part: str) -> None:
 
 
 def test_all_problems_of_a_line_come_together() -> None:
-    assert len(ask("--rnak 3 --rank x --v2 --fp8_base --optimizer_type lion").problems) == 5
+    assert len(ask("--rnak 3 --rank x --v2 --fp8_base --lr_scheduler sine").problems) == 5
 
 
 def test_a_switch_that_freezes_wins_and_says_so() -> None:

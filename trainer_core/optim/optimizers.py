@@ -1,4 +1,4 @@
-"""The optimizer of a run, its groups by part, and its state by parameter name."""
+"""The optimizer of a run, its groups by part, and their learning rates."""
 
 from __future__ import annotations
 
@@ -8,87 +8,102 @@ from typing import Any
 import torch
 
 from ..config import OptimizerConfig, part_rate
-from ..errors import CheckpointError
+from ..config_optimizers import find_kind
+from ..errors import ConfigError, Problem
+from .classes import optimizer_arguments, optimizer_class
+from .state import load_optimizer_state, optimizer_state, remember_fresh
+
+__all__ = [
+    "build_optimizer",
+    "effective_rates",
+    "load_optimizer_state",
+    "loraplus_ratio",
+    "optimizer_state",
+    "set_learning_rates",
+]
 
 
 def build_optimizer(
     parameters_by_part: Mapping[str, Mapping[str, torch.nn.Parameter]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) with one group a part; every group carries `part`, `base_lr` and `names`.
+    """The optimizer of `config` with one group a part, or two under LoRA+ (the second holds the lora_up tensors).
 
-    Raises ValueError when a parameter is not float32: half-precision adapters lose small updates.
+    Every group carries `part`, `label` (the part, or `<part>_up`), `base_lr` and `names`.
+
+    Raises:
+        ValueError: a parameter is not float32: half-precision adapters lose small updates.
+        ConfigError: the optimizer does not exist here or does not take these arguments.
     """
-    groups = []
+    groups: list[dict[str, Any]] = []
     for part, parameters in parameters_by_part.items():
         half = [name for name, parameter in parameters.items() if parameter.dtype != torch.float32]
         if half:
             raise ValueError(f"trained parameters must be float32, these are not: {half[:3]}")
-        rate = part_rate(config, part)
-        groups.append(
-            {
-                "params": list(parameters.values()),
-                "names": list(parameters),
-                "part": part,
-                "base_lr": rate,
-                "lr": rate,
-            }
-        )
-    return torch.optim.AdamW(
-        groups, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
-    )
+        groups.extend(_groups(part, parameters, config))
+    optimizer = _make(groups, config)
+    # Schedule-free optimizers start in neither mode and raise at the first step without this.
+    if hasattr(optimizer, "train"):
+        optimizer.train()  # type: ignore[attr-defined]
+    remember_fresh(optimizer)
+    return optimizer
+
+
+def loraplus_ratio(config: OptimizerConfig, part: str) -> float | None:
+    """Factor on the rate of lora_up in `part` (Hayou et al. 2024, LoRA+); None = off."""
+    own = config.loraplus_unet_ratio if part == "unet" else config.loraplus_te_ratio
+    return config.loraplus_ratio if own is None else own
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, float]:
-    """Set every group's rate to its base rate times `factor`; returns the rates by part."""
+    """Set every group's rate to its base rate times `factor`; returns the rates by label."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
-    return {group["part"]: group["lr"] for group in optimizer.param_groups}
+    return {group["label"]: group["lr"] for group in optimizer.param_groups}
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """State by parameter name: tensors as `<entry>/<parameter>`, and one-element entries (step counts) as numbers."""
-    tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[str, Any] = {}
-    for name, parameter in _named(optimizer):
-        for entry, value in optimizer.state.get(parameter, {}).items():
-            key = f"{entry}/{name}"
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                tensors[key] = value.detach().to("cpu", copy=True)
-            else:
-                numbers[key] = float(value)
-    return tensors, numbers
+def effective_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Rates by label after a step: the group's rate, times `d`, the step size that Prodigy and D-Adapt estimate."""
+    free = _finds_its_rate(optimizer)
+    return {
+        group["label"]: float(group["lr"]) * (float(group["d"]) if free else 1.0) for group in optimizer.param_groups
+    }
 
 
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]
-) -> None:
-    """Put back what `optimizer_state` gave, by name. Learning rates and other group settings stay the config's.
-
-    Raises CheckpointError listing names that lack a counterpart or have another shape; nothing is changed then.
-    """
-    parameters = dict(_named(optimizer))
-    staged: dict[str, dict[str, Any]] = {}
-    wrong: list[str] = []
-    for key, value in [*tensors.items(), *numbers.items()]:
-        entry, _, name = key.partition("/")
-        parameter = parameters.get(name)
-        if parameter is None:
-            wrong.append(f"{name}: in the checkpoint only")
-        elif isinstance(value, torch.Tensor) and value.shape != parameter.shape:
-            wrong.append(f"{name}: {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} now")
-        else:
-            staged.setdefault(name, {})[entry] = value
-    if wrong:
-        raise CheckpointError("The optimizer state does not fit the adapter.", differences=wrong)
-    for name, entries in staged.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {
-            entry: value.to(parameter.device, copy=True)
-            if isinstance(value, torch.Tensor)
-            else torch.tensor(float(value))
-            for entry, value in entries.items()
-        }
+def _finds_its_rate(optimizer: torch.optim.Optimizer) -> bool:
+    kind = find_kind(f"{type(optimizer).__module__}.{type(optimizer).__name__}")
+    return kind is not None and kind.rate_free and all("d" in group for group in optimizer.param_groups)
 
 
-def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
-    return [pair for group in optimizer.param_groups for pair in zip(group["names"], group["params"], strict=True)]
+def _groups(part: str, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+    rate, ratio = part_rate(config, part), loraplus_ratio(config, part)
+    if ratio is None:
+        return [_group(part, part, rate, parameters)]
+    ups = {name: parameter for name, parameter in parameters.items() if ".lora_up" in name}
+    others = {name: parameter for name, parameter in parameters.items() if name not in ups}
+    if not ups:
+        why = f"LoRA+ raises the rate of lora_up, and the adapter of {part} has no such tensors"
+        raise ConfigError([Problem("optimizer.loraplus_ratio", ratio, why, "Unset the LoRA+ ratios.")])
+    split = [_group(part, part, rate, others)] if others else []
+    return [*split, _group(part, f"{part}_up", rate * ratio, ups)]
+
+
+def _group(part: str, label: str, rate: float, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
+    return {
+        "params": list(parameters.values()),
+        "names": list(parameters),
+        "part": part,
+        "label": label,
+        "base_lr": rate,
+        "lr": rate,
+    }
+
+
+def _make(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    cls = optimizer_class(config)
+    arguments = optimizer_arguments(config, cls)
+    if cls is torch.optim.AdamW and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
+        try:
+            return cls(groups, **arguments, fused=True)
+        except RuntimeError:  # torch says so where the device has no fused kernel
+            return cls(groups, **arguments)
+    return cls(groups, **arguments)

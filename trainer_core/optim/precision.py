@@ -154,7 +154,7 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def nonfinite_parameters(optimizer: torch.optim.Optimizer, most: int = 8) -> tuple[str, ...]:
-    """Names of parameters whose gradient is not finite, in the optimizer's order. Reads the device: for rejects only."""
+    """Names of parameters whose gradient is not finite, in order. Reads the device: for rejects only."""
     names: list[str] = []
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
