@@ -12,10 +12,10 @@ from .prompts import PreviewPrompt, SizeRule, parse_prompt_line, prompt_problems
 
 if TYPE_CHECKING:
     from .holdout import Holdout, choose_holdout
+    from .isolation import undisturbed
     from .previews import PreviewResult, make_previews
     from .samplers import SAMPLERS, Conditioning, encode_prompts, sample_latents
     from .stable_loss import StableValidation, ValidationResult
-    from .undisturbed import undisturbed
 
 _LAZY = {
     "Conditioning": "samplers",
@@ -28,7 +28,7 @@ _LAZY = {
     "encode_prompts": "samplers",
     "make_previews": "previews",
     "sample_latents": "samplers",
-    "undisturbed": "undisturbed",
+    "undisturbed": "isolation",
 }
 
 __all__ = [

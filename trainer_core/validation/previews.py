@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image, PngImagePlugin
 
+from .isolation import undisturbed
 from .prompts import PreviewPrompt
 from .samplers import Conditioning, SamplingStopped, encode_prompts, sample_latents
-from .undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from ..models import SDXLModel

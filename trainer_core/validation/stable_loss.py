@@ -27,8 +27,8 @@ import torch
 from ..config import ValidationConfig
 from ..draws import Draws, sample_key
 from ..objective import Objective
+from .isolation import undisturbed
 from .previews import failure_text
-from .undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from ..models import SDXLModel, TextEmbeds
