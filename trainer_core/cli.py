@@ -7,11 +7,12 @@ Exit codes: 0 done or stopped by the user with everything saved; 1 failed; 2 the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,8 +144,7 @@ def _run_here(run_dir: Path, settings: Mapping[str, Any] | None = None) -> int:
 
     commands = Commands()
     console = ConsoleProgress()
-    _log_to(run_dir)
-    with stop_on_signals(commands):
+    with _log_to(run_dir), stop_on_signals(commands):
         if settings:
             changes = partial(with_settings, settings=settings)
             result = resume_run(run_dir, changes, commands=commands, sink=console)
@@ -154,16 +154,23 @@ def _run_here(run_dir: Path, settings: Mapping[str, Any] | None = None) -> int:
     return _tell(result)
 
 
-def _log_to(run_dir: Path) -> None:
-    """Log records go to the run's own log; the console shows events."""
-    logging.basicConfig(
-        filename=run_dir / "run.log",
-        encoding="utf-8",
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+@contextlib.contextmanager
+def _log_to(run_dir: Path) -> Iterator[None]:
+    """Log records and libraries' warnings go to the run's own log; the console shows events."""
+    handler = logging.FileHandler(run_dir / "run.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.setLevel(level)
+        root.removeHandler(handler)
+        handler.close()
 
 
 def _tell(result: TrainResult) -> int:

@@ -120,12 +120,12 @@ class ConsoleProgress:
             f"loss {_number(data['loss'])} (avg {_number(data['loss_avg'])})",
             f"{_number(data['seconds'], 2)} s/step",
             f"ETA {clock(data['eta_seconds'])}",
-            f"lr {rate:.2e}",
         ]
         if memory:
             fields.append(f"{memory:.1f} GiB")
         if data["rejected_steps"]:
             fields.append(f"{data['rejected_steps']} rejected")
+        fields.append(f"lr {rate:.2e}")
         self._progress("  ".join(fields), must=step == self._total or (step == 1 and not self._live))
 
     def _on_StepRejected(self, step: int, data: Wire) -> None:
