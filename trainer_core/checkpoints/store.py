@@ -138,8 +138,12 @@ class CheckpointStore:
         for saved in reversed(good):
             if saved.name not in keep:
                 trash = self.folder / f"{names.TRASH}{saved.name}-{uuid.uuid4().hex[:8]}"
-                self._io.rename(saved.path, trash)
-                self._remove(trash)
+                try:
+                    self._io.rename(saved.path, trash)
+                    self._remove(trash)
+                except OSError as error:  # too many checkpoints are no reason to end a run
+                    log.warning("the old checkpoint %s cannot be deleted: %s", saved.name, error.strerror)
+                    continue
                 deleted.append(saved.name)
         return deleted
 
