@@ -190,6 +190,9 @@ def json_safe(value: Any, name: str, nonfinite: list[str]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         nonfinite.append(name)
         return None
+    if isinstance(value, str):
+        # File names may hold bytes that are no text (lone surrogates); neither SQLite nor a UTF-8 pipe takes those.
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, dict):
         return {str(key): json_safe(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
     if isinstance(value, list | tuple):

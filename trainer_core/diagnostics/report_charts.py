@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .report_html import esc, number
+from .report_html import esc, number, plural
 
 Point = tuple[float, float]
 
@@ -214,7 +214,8 @@ def _cut_note(series: Sequence[Series], frame: _Frame) -> str:
     if not cut:
         return ""
     highest = max(y for line in series for _, y in line.points)
-    return f"<p class='note'>{cut} values lie beyond the picture's edge and run along it (highest {number(highest)}).</p>"
+    said = f"{plural(cut, 'value lies', 'values lie')} beyond the edge (highest {number(highest)})."
+    return f'<p class="note">{said}</p>'
 
 
 def _table(series: Sequence[Series]) -> str:

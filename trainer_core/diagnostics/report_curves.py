@@ -101,7 +101,7 @@ def _loss_scale(data: ReportData) -> Chart | None:
         return None  # only fp16 has one
     return Chart(
         title="Loss scale",
-        meaning="fp16 only: halves after an overflow, doubles after a quiet stretch. Overflows at the start are normal.",
+        meaning="fp16 only: halves after an overflow, doubles after a quiet stretch. Overflows at first are normal.",
         series=[Series(name="loss scale", points=points, style="c3")],
         log_scale=True,
         marks=_rejected(data),

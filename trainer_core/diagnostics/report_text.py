@@ -198,18 +198,18 @@ def _verdicts(data: ReportData) -> list[ProblemGroup]:
 
 _TOPICS = {
     "settings": "Settings that were changed for you",
-    "dataset": "Pictures and captions",
-    "picture": "Pictures left out",
-    "caption": "Captions",
+    "data": "Pictures and captions",
     "preview": "Previews",
     "validation": "Validation",
+    "evaluation": "Validations that failed",
+    "network": "The adapter",
     "checkpoint": "Checkpoints that could not be written",
     "save": "LoRA files that could not be written",
     "restart": "Restarts",
     "model": "The base model",
     "memory": "Memory",
 }
-_NOTE_TOPICS = frozenset({"settings", "model"})
+_NOTE_TOPICS = frozenset({"settings", "model", "network", "validation"})
 
 
 def _warnings(data: ReportData) -> list[ProblemGroup]:
