@@ -123,10 +123,12 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
             "wandb_api_key",
         )
     ),
+    ("report_to", "value", _NO_TRACKER, "Leave it out.", ()),
     ("console_log_level", "value", "the run folder's run.log holds everything", "Leave it out.", ()),
     ("console_log_file", "value", "the run folder's run.log holds everything", "Leave it out.", ()),
     ("console_log_simple", "flag", "progress is plain text wherever the output is not a terminal", "Leave it out.", ()),
     # several processes
+    ("local_rank", "value", _ONE_PROCESS, "Start one process and leave it out.", ("-1", "0")),
     ("ddp_timeout", "value", _ONE_PROCESS, "Start one process and leave it out.", ()),
     ("ddp_gradient_as_bucket_view", "flag", _ONE_PROCESS, "Start one process and leave it out.", ()),
     ("ddp_static_graph", "flag", _ONE_PROCESS, "Start one process and leave it out.", ()),
@@ -148,7 +150,7 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 _DIFFUSERS_NAMES = frozenset(
-    ["revision", "variant", "enable_npu_flash_attention", "use_dora", "lora_layers", "dataset_name", "dataset_config_name", "image_column", "caption_column", "max_train_samples", "class_prompt", "num_class_images",  "do_edm_style_training", "prodigy_beta3", "prodigy_decouple", "prodigy_use_bias_correction", "prodigy_safeguard_warmup", "adam_weight_decay_text_encoder", "scale_lr", "validation_epochs", "hub_token", "hub_model_id", "push_to_hub"]
+    ["revision", "variant", "enable_npu_flash_attention", "use_dora", "lora_layers", "dataset_name", "dataset_config_name", "image_column", "caption_column", "max_train_samples", "class_prompt", "num_class_images",  "do_edm_style_training", "prodigy_beta3", "prodigy_decouple", "prodigy_use_bias_correction", "prodigy_safeguard_warmup", "adam_weight_decay_text_encoder", "scale_lr", "validation_epochs", "hub_token", "hub_model_id", "push_to_hub", "report_to", "local_rank"]
 )
 
 REFUSED: dict[str, Option] = {

@@ -16,7 +16,6 @@ from .options_kinds import (
     arguments,
     choice,
     nothing,
-    refuse,
     sets,
     share_or_steps,
     switch,
@@ -335,8 +334,6 @@ _ROWS: tuple[tuple[str, str, Rule, str, str], ...] = (
         _KOHYA,
         "",
     ),
-    ("report_to", "value", refuse("no outside tracker is fed by this version", "Leave it out; curves are in report.html."), _DIFFUSERS, ""),
-    ("local_rank", "value", refuse("several processes are not in this version", "Start one process.", "-1", "0"), _DIFFUSERS, ""),
     *((f"metadata_{name}", "value", to(f"metadata.{name}"), _KOHYA, "") for name in (
         "title", "author", "description", "license", "tags", "trigger_phrase",
     )),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 from pathlib import Path
@@ -118,8 +119,6 @@ def test_understood_options_set_real_fields() -> None:
         "save_precision": "float",
         "save_model_as": "safetensors",
         "sample_sampler": "k_euler_a",
-        "report_to": "none",
-        "local_rank": "-1",
         "num_validation_images": "2",
         "loss_type": "huber",
         "resize_interpolation": "area",
@@ -275,3 +274,14 @@ def test_short_names_are_unambiguous() -> None:
     assert short_name(FIELDS["lora.conv_rank"]) == "conv_rank"
     assert short_name(FIELDS["optimizer.type"]) == "optimizer.type"
     assert short_name(FIELDS["preview.seed"]) == "preview.seed"
+
+
+def test_the_documentation_is_up_to_date() -> None:
+    """`python tools/make_config_docs.py` after a change of a field or an option."""
+    root = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location("make_config_docs", root / "tools" / "make_config_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.TARGET.read_text(encoding="utf-8") == module.document()
