@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .config import TrainConfig, trained_parts
-from .data import BatchLoader, BatchPlan, Item, LatentCache, ScanReport, StopRequested, TextCache
-from .data import captions_to_encode, plain_caption, scan_dataset
+from .data import (
+    BatchLoader,
+    BatchPlan,
+    LatentCache,
+    ScanReport,
+    StopRequested,
+    TextCache,
+    captions_to_encode,
+    plain_caption,
+    scan_dataset,
+)
 from .device import choose_compute, choose_device
 from .draws import Draws
 from .errors import ConfigError, Problem

@@ -102,10 +102,18 @@ def run(run_dir: str | Path, *, commands: Commands | None = None, sink: Subscrib
 
     A failure the user can act on is told as the last event and in the result; it is not raised.
     """
+    import torch
+
     folder = RunFolder(Path(run_dir))
     stored = folder.read_config()
     bus = EventBus(run_id=folder.run_id)
-    with folder.lock(), RunDatabase(folder.database_path) as database:
+    # A host such as ComfyUI calls under inference mode, whose tensors can never be trained.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        folder.lock(),
+        RunDatabase(folder.database_path) as database,
+    ):
         bus.seq = database.last_seq()
         bus.subscribe(database)
         if sink is not None:
@@ -168,7 +176,7 @@ class _Runner:
         return status, self._sentence(status), checkpoint, lora
 
     def _rescue(self) -> str | None:
-        """A checkpoint of a failed run, so that nothing done so far is lost; a damaged state is refused by the store."""
+        """A checkpoint of a failed run, so that nothing is lost; the store refuses a damaged state."""
         if self.assembly is None or self.assembly.trainer.state.step == 0:
             return None
         try:

@@ -267,9 +267,8 @@ def halt_text(step: int, verdict: StepVerdict, culprits: tuple[str, ...], sample
     where = f" First parameters hit: {', '.join(culprits[:3])}." if culprits else ""
     pictures = f" Pictures of the last step: {', '.join(samples[:3])}." if samples else ""
     return (
-        f"Stopped at step {step}: {verdict.reason}.{where}{pictures} The adapter was not changed by these steps and the "
-        "last checkpoint is good. Try precision.compute = 'bf16' (or 'fp32'), a lower learning rate, or leave out the "
-        "pictures named here."
+        f"Stopped at step {step}: {verdict.reason}.{where}{pictures} The adapter was not changed by these steps. "
+        "Try precision.compute = 'bf16' (or 'fp32'), a lower learning rate, or leave out the pictures named here."
     )
 
 
