@@ -52,7 +52,7 @@ def load_sdxl(
     Raises ModelFileError naming what is wrong with the file before any weight is read.
     """
     source, vae_source, configs = plan(path, vae=vae, config_dir=config_dir)
-    modules = {part: build_on_meta(_builder(part, configs.parts[part])) for part in FOLDERS}
+    modules = {part: build_on_meta(builder(part, configs.parts[part])) for part in FOLDERS}
     owners = {part: vae_source if part == "vae" else source for part in FOLDERS}
     names = {
         part: check_shapes(part, module, owners[part].parts[part], owners[part].path)
@@ -90,7 +90,7 @@ def load_vae(path: str | Path, device: str | torch.device = "cpu") -> Autoencode
     configs = find_configs(
         Source(source.path, source.kind, {part: {} for part in FOLDERS}), source, None, parts=("vae",)
     )
-    module = build_on_meta(_builder("vae", configs.parts["vae"]))
+    module = build_on_meta(builder("vae", configs.parts["vae"]))
     names = check_shapes("vae", module, source.parts["vae"], source.path)
     with Reader(torch.float32, torch.device(device)) as reader:
         fill(module, names, source.parts["vae"], reader)
@@ -129,7 +129,8 @@ def _check_vae(config: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _builder(part: str, config: Mapping[str, Any]) -> Callable[[], nn.Module]:
+def builder(part: str, config: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    """What makes one part of the model from its config (use `build_on_meta` to make it without memory)."""
     import diffusers
     import transformers
 

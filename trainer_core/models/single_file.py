@@ -29,7 +29,7 @@ def save_single_file(
     The configs go into the header's metadata (`safe_scaler.configs`), because shapes do not tell all of them; the
     marker keys `v_pred` and `ztsnr` are written where they hold. Temporary name, flush, rename.
     """
-    tensors = _outgoing(model, dtype, with_vae)
+    tensors = single_file_tensors(model, dtype, with_vae=with_vae)
     if model.prediction_type == "v":
         tensors["v_pred"] = Outgoing(dtype, (), lambda: torch.zeros(()))
     if model.zero_terminal_snr:
@@ -40,7 +40,8 @@ def save_single_file(
     return target
 
 
-def _outgoing(model: SDXLModel, dtype: torch.dtype, with_vae: bool) -> dict[str, Outgoing]:
+def single_file_tensors(model: SDXLModel, dtype: torch.dtype, *, with_vae: bool = True) -> dict[str, Outgoing]:
+    """The keys of the model's single file, with shapes and where the values come from. Works on meta modules too."""
     layers, levels = (
         int(model.configs["unet"].get("layers_per_block", 2)),
         len(model.configs["unet"]["block_out_channels"]),

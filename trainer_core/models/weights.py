@@ -67,7 +67,7 @@ class Reader:
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Make a module whose parameters have shapes but no memory."""
-    with torch.device("meta"), _NoInit():
+    with torch.inference_mode(False), torch.device("meta"), _NoInit():
         return build()
 
 
@@ -129,9 +129,11 @@ def fill(module: nn.Module, names: Mapping[str, str], slots: Mapping[str, Slot],
     type and device.
     """
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    state = {name: reader.tensor(slots[slot]).reshape(shapes[name]) for name, slot in _in_file_order(names, slots)}
-    module.load_state_dict(state, strict=True, assign=True)
-    _make_buffers(module, reader.device)
+    # A host such as ComfyUI may be in inference mode, whose tensors can never take part in training.
+    with torch.inference_mode(False):
+        state = {name: reader.tensor(slots[slot]).reshape(shapes[name]) for name, slot in _in_file_order(names, slots)}
+        module.load_state_dict(state, strict=True, assign=True)
+        _make_buffers(module, reader.device)
     module.requires_grad_(False)
     module.eval()
 

@@ -10,14 +10,14 @@ from torch import nn
 
 from trainer_core.models import sgm_keys
 from trainer_core.models.configs import shipped_config
-from trainer_core.models.loading import _builder
+from trainer_core.models.loading import builder
 from trainer_core.models.weights import build_on_meta
 
 PARTS = ("unet", "te1", "te2", "vae")
 
 
 def modules() -> dict[str, nn.Module]:
-    return {part: build_on_meta(_builder(part, shipped_config("sdxl", part) or {})) for part in PARTS}
+    return {part: build_on_meta(builder(part, shipped_config("sdxl", part) or {})) for part in PARTS}
 
 
 def sgm_shapes(parts: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:

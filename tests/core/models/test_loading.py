@@ -383,3 +383,9 @@ def test_model_outlives_its_deleted_file(toy: SDXLModel, tmp_path: Path) -> None
     model = load_sdxl(path, dtype=torch.float16)
     path.unlink()
     assert torch.equal(model.unet.conv_in.weight.float(), toy.unet.conv_in.weight)
+
+
+def test_a_model_loaded_in_inference_mode_can_be_trained_through() -> None:
+    with torch.inference_mode():
+        model = load_sdxl("toy")
+    assert not any(value.is_inference() for value in states(model).values())
