@@ -1,8 +1,8 @@
 """Aspect buckets: which size each picture is trained at, and the size values SDXL is told about it.
 
 Kohya's list and choice (facts: sd-scripts `library/model_util.py`, `make_bucket_resolutions`, and
-`library/train_util.py`, `BucketManager`), equal to golden tables. Sizes are (width, height) in pixels unless a name ends
-in `_hw` or `_tl`.
+`library/train_util.py`, `BucketManager`), equal to golden tables. Sizes are (width, height) in pixels unless a
+name ends in `_hw` or `_tl`.
 """
 
 from __future__ import annotations
@@ -181,6 +181,6 @@ def crop_tl_letterbox(bucket: tuple[int, int], original: tuple[int, int], *, fli
 def crop_tl_true(
     bucket: tuple[int, int], resized: tuple[int, int], *, flipped: bool, left: int | None = None
 ) -> tuple[int, int]:
-    """(top, left) that was really cut from the scaled picture (centre crop unless `left` is given), mirrored when flipped."""
+    """(top, left) really cut from the scaled picture (centre crop unless `left` is given), mirrored when flipped."""
     at = (resized[0] - bucket[0]) // 2 if left is None else left
     return (resized[1] - bucket[1]) // 2, resized[0] - bucket[0] - at if flipped else at

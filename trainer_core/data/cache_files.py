@@ -66,7 +66,8 @@ class ShardStore:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ResourceError(
-                f"The cache folder '{self.folder}' cannot be made: {error.strerror or error}. Set dataset.cache_dir to another."
+                f"The cache folder '{self.folder}' cannot be made: {error.strerror or error}. "
+                "Set dataset.cache_dir to another."
             ) from error
         for path in sorted(self.folder.glob(f"{self.prefix}-*.safetensors")):
             if path.name not in self._read:
@@ -163,7 +164,7 @@ def write_whole(path: Path, data: bytes) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(path.parent).free
             raise ResourceError(
-                f"No room for the cache file '{path}': it needs {len(data):,} bytes, {free:,} are free. Free some space or set "
-                "dataset.cache_dir to another disk."
+                f"No room for the cache file '{path}': it needs {len(data):,} bytes, {free:,} are free. "
+                "Free some space or set dataset.cache_dir to another disk."
             ) from error
         raise ResourceError(f"The cache file '{path}' cannot be written: {error}.") from error

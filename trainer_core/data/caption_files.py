@@ -44,8 +44,8 @@ def decode_caption(data: bytes, name: str, encoding: str | None) -> CaptionText:
         text = data.decode(codec)
     except UnicodeDecodeError as error:
         raise CaptionError(
-            f"its caption file {name} is not {codec}: byte 0x{data[error.start]:02x} at position {error.start} cannot be "
-            "decoded. Save the file as UTF-8, or set caption_encoding (for example gbk or cp1252)"
+            f"its caption file {name} is not {codec}: byte 0x{data[error.start]:02x} at position {error.start} "
+            "cannot be decoded. Save the file as UTF-8, or set caption_encoding (for example gbk or cp1252)"
         ) from error
     except LookupError as error:
         raise CaptionError(f"caption_encoding {codec!r} is no encoding that Python knows") from error
@@ -53,8 +53,9 @@ def decode_caption(data: bytes, name: str, encoding: str | None) -> CaptionText:
     if "\0" in text:
         if text.count("\0") * 4 >= len(text):
             raise CaptionError(
-                f"its caption file {name} is full of zero bytes (the first at position {data.find(0)}): it looks like UTF-16 "
-                "without a byte-order mark. Save the file as UTF-8, or set caption_encoding (for example utf-16-le)"
+                f"its caption file {name} is full of zero bytes (the first at position {data.find(0)}): it looks "
+                "like UTF-16 without a byte-order mark. Save the file as UTF-8, or set "
+                "caption_encoding (for example utf-16-le)"
             )
         text = text.replace("\0", "")
         notes = (f"zero bytes in {name} were left out",)

@@ -132,10 +132,8 @@ def _process_kohya(caption: str, rules: CaptionRules, stream: random.Random, mom
         caption = f"{caption} {rules.suffix}"
     if _dropped(rules, stream, moment.epoch):
         return ""
-    if rules.wildcards:
-        caption = expand_wildcards(_choose_line(caption, stream), stream)
-    else:
-        caption = caption.split("\n")[0]
+    chosen = _choose_line(caption, stream) if rules.wildcards else caption.split("\n")[0]
+    caption = expand_wildcards(chosen, stream) if rules.wildcards else chosen
     if _wants_tags(rules):
         # always a comma, whatever the separator is: sd-scripts joins this way and its golden numbers say so
         caption = ", ".join(_rearranged(caption, rules, stream, moment, kept_empty=True))
@@ -194,7 +192,7 @@ def _rearranged(
     front, flexible, end = _split_fixed(caption, rules, kept_empty=kept_empty)
     warm = rules.token_warmup_step
     warm_steps = math.floor(warm * moment.total_steps) if 0 < warm < 1 else warm
-    if 0 < warm_steps and moment.step < warm_steps:
+    if warm_steps > 0 and moment.step < warm_steps:
         grown = moment.step * (len(flexible) - rules.token_warmup_min) / warm_steps
         flexible = flexible[: math.floor(grown) + rules.token_warmup_min]
     if rules.shuffle:

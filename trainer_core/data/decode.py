@@ -12,8 +12,8 @@ import hashlib
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -25,7 +25,8 @@ from ..errors import DatasetError
 
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "DIB", "GIF", "TIFF", "AVIF", "JXL")
 ENDINGS = (
-    ".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".gif", ".tif", ".tiff", ".avif", ".jxl",
+    ".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".gif", ".tif", ".tiff", ".avif",
+    ".jxl",
 )  # fmt: skip
 UNREADABLE_ENDINGS = (
     ".heic",
@@ -158,7 +159,7 @@ def decode_picture(path: str | Path, background: str | tuple[int, int, int] = "w
 
 
 def fit_picture(pixels: np.ndarray, resized: tuple[int, int], bucket: tuple[int, int], resample: str) -> np.ndarray:
-    """uint8 (bucket height, bucket width, 3): `pixels` scaled to `resized` (w, h), then cut centrally to `bucket` (w, h)."""
+    """uint8 (bucket height, bucket width, 3): `pixels` scaled to `resized`, cut centrally to `bucket` (w, h)."""
     height, width = pixels.shape[:2]
     if (width, height) != tuple(resized):
         image = Image.fromarray(pixels).resize(resized, Image.Resampling[resample.upper()])
@@ -219,7 +220,7 @@ def _quiet_pillow() -> Iterator[None]:
         ImageFile.LOAD_TRUNCATED_IMAGES = tolerant
 
 
-def _known_formats() -> dict[str, object]:
+def _known_formats() -> Mapping[str, object]:
     Image.init()
     if "JXL" not in Image.OPEN:
         _try_jxl_plugin()
@@ -235,10 +236,8 @@ def _try_jxl_plugin() -> None:
     if _jxl_tried:
         return
     _jxl_tried = True
-    try:
+    with suppress(ImportError):
         import pillow_jxl  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError:
-        pass
 
 
 def _frame_notes(image: Image.Image) -> tuple[str, ...]:
@@ -337,6 +336,19 @@ _LOOKS_LIKE: tuple[tuple[bytes, str], ...] = (
 )
 
 
+_PICTURE_MARKS: tuple[tuple[bytes, str], ...] = (
+    (b"\x89PNG", "PNG"),
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"GIF8", "GIF"),
+    (b"BM", "BMP"),
+    (b"RIFF", "WebP"),
+    (b"II*\0", "TIFF"),
+    (b"MM\0*", "TIFF"),
+    (b"\0\0\0\x20ftypavi", "AVIF"),
+    (b"\0\0\0\x1cftypavi", "AVIF"),
+)
+
+
 def _what_it_is(source: Path | BytesIO) -> str:
     """Reason for a file that no decoder knows, with what its first bytes look like."""
     if isinstance(source, BytesIO):
@@ -348,6 +360,9 @@ def _what_it_is(source: Path | BytesIO) -> str:
     known = next((name for mark, name in _LOOKS_LIKE if start.startswith(mark)), "")
     if head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"mif1", b"hevc"):
         known = "HEIC: save it as JPEG or PNG"
+    broken = next((name for mark, name in _PICTURE_MARKS if head.startswith(mark)), None)
+    if broken and not known:
+        return f"damaged: it starts as a {broken} picture but cannot be read"
     if not known:
         known = "zero bytes only" if head and not head.strip(b"\0") else f"its first bytes are {head[:8].hex(' ')}"
         return f"not an image in a format that is read here, or damaged from its start ({known})"

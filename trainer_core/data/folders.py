@@ -32,7 +32,8 @@ def clean_folder(typed: str) -> Path:
                 return path
             if path.exists():
                 raise DatasetError(
-                    f"The data set must be a folder, but '{candidate}' is a file. Give the folder that holds the pictures.",
+                    f"The data set must be a folder, but '{candidate}' is a file. "
+                    "Give the folder that holds the pictures.",
                     path,
                 )
         except (OSError, ValueError) as error:
@@ -58,7 +59,7 @@ def _unquoted(typed: str) -> str:
 
 @dataclass
 class Folder:
-    """What lies directly in one folder. `relative` is its POSIX path inside the data set ('' for the set's own folder)."""
+    """What lies directly in one folder. `relative`: its POSIX path inside the data set, '' for the set's own folder."""
 
     path: Path
     relative: str

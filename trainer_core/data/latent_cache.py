@@ -199,8 +199,8 @@ class LatentCache:
             places = (min(int(place), len(batch) - 1) for place in error.sample_ids)
             files = tuple(dict.fromkeys(batch[place].item.file for place in places))
             raise NonFiniteError(
-                f"The VAE gives no finite latents (NaN or infinity, in fp32) for: {', '.join(files)}. Look at the picture, and "
-                "give another VAE (model.vae) if it is fine. Nothing was written for it.",
+                f"The VAE gives no finite latents (NaN or infinity, in fp32) for: {', '.join(files)}. Look at the "
+                "picture, and give another VAE (model.vae) if it is fine. Nothing was written for it.",
                 sample_ids=files,
             ) from error
         mean_BCHW, std_BCHW = mean_BCHW.cpu(), std_BCHW.cpu()

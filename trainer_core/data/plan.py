@@ -46,7 +46,7 @@ class EpochBatches(Sequence[tuple[SampleRef, ...]]):
 
 
 class BatchPlan:
-    """Plans batches of `batch_size` over `items`. Sample number s is item i's repeat r, counted through in item order."""
+    """Plans batches of `batch_size` over `items`. Sample number s is item i's repeat r, counted in item order."""
 
     def __init__(self, items: Sequence[Item], batch_size: int, draws: Draws) -> None:
         if not len(items):
@@ -54,6 +54,7 @@ class BatchPlan:
         self.items = items
         self.batch_size = batch_size
         self.draws = draws
+        self._latest: tuple[int, EpochBatches] | None = None
         repeats, self._bucket_ids, self.buckets = _columns(items)
         self._item_of_sample = np.repeat(np.arange(len(items), dtype=np.int32), repeats)
         ends = np.cumsum(repeats)
@@ -68,7 +69,12 @@ class BatchPlan:
         return -(-self.micro_batches_per_epoch // accumulation)
 
     def batches(self, epoch: int) -> EpochBatches:
-        """All batches of `epoch` (from 0) in the order they are trained."""
+        """All batches of `epoch` (from 0) in the order they are trained. The latest epoch asked for is remembered."""
+        if self._latest is None or self._latest[0] != epoch:
+            self._latest = epoch, self._ordered(epoch)
+        return self._latest[1]
+
+    def _ordered(self, epoch: int) -> EpochBatches:
         order = self.draws.permutation(self.samples_per_epoch, epoch, "order")
         buckets = self._bucket_ids[self._item_of_sample[order]]
         grouped = order[np.argsort(buckets, kind="stable")]

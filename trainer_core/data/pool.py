@@ -1,7 +1,7 @@
 """Worker processes that decode pictures, and the jobs they do.
 
-Each worker is `decode_worker.py` started as a plain script: no fork, and no re-import of the caller's main module (which
-may be ComfyUI). It answers JSON lines on its standard output; pixels follow a line as raw bytes. One thread of the
+Each worker is `decode_worker.py` started as a plain script: no fork, and no re-import of the caller's main module,
+which may be ComfyUI. It answers JSON lines on its standard output; pixels follow a line as raw bytes. One thread of the
 caller waits on each worker. A worker that dies takes only its own picture with it, and the picture is named.
 """
 
@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -73,7 +74,8 @@ class _Worker:
         self.process = subprocess.Popen(
             [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        assert self.process.stdin and self.process.stdout, "pipes were asked for"
+        assert self.process.stdin is not None, "a pipe was asked for"
+        assert self.process.stdout is not None, "a pipe was asked for"
         self.stdin: IO[bytes] = self.process.stdin
         self.stdout: IO[bytes] = self.process.stdout
 
@@ -105,10 +107,8 @@ class _Worker:
 
     def close(self) -> None:
         for pipe in (self.stdin, self.stdout):
-            try:
+            with suppress(OSError):  # the worker may be gone already
                 pipe.close()
-            except OSError:  # the worker is gone already
-                pass
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:

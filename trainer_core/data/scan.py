@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +371,10 @@ class _Scan:
         below = pictures_below(list_folder(root, "", ()))
         if below and not self.dataset.recursive:
             shown = say.names(f"{name} ({count})" for name, count in below.items())
-            return f"No pictures directly in '{root}', but some lie in sub-folders: {shown}. Set recursive = true to use them."
+            return (
+                f"No pictures directly in '{root}', but some lie in sub-folders: {shown}. "
+                "Set recursive = true to use them."
+            )
         return (
             f"No pictures found in '{root}': 0 files with one of the endings {' '.join(ENDINGS)}; "
             f"{say.counted(len(self.ignored), 'other file')} there."
@@ -393,9 +396,7 @@ def _scan_workers(asked: int, pictures: int) -> int:
 
 
 def _balance_prior(items: list[Item]) -> list[Item]:
-    """Kohya's balance: prior pictures are repeated in turn until they are as many as the others; a surplus is unused."""
-    from dataclasses import replace
-
+    """Kohya's balance: prior pictures are repeated in turn until they are as many as the others."""
     wanted = sum(item.repeats for item in items if not item.is_prior)
     prior = [item for item in items if item.is_prior]
     if not prior:

@@ -32,15 +32,16 @@ def missing_captions(without: Sequence[str], empty: Sequence[str], used_instead:
 def other_endings(by_picture: Sequence[tuple[str, str]], used: str) -> str:
     files = names(caption for _, caption in by_picture)
     return (
-        f"{counted(len(by_picture), 'caption file')} with another ending not used, because this data set's captions are in "
-        f"{used} files: {files}. Rename them or set caption_extensions"
+        f"{counted(len(by_picture), 'caption file')} with another ending not used, because this data set's captions "
+        f"are in {used} files: {files}. Rename them or set caption_extensions"
     )
 
 
 def long_captions(long: Sequence[tuple[str, int]], limit: int, *, exact: bool) -> str:
     shown = names(f"{file} ({'' if exact else 'at least '}{count})" for file, count in long)
     more = "" if limit >= 225 else " Raise max_token_length (150 or 225) to use more of them."
-    return f"{counted(len(long), 'caption')} longer than the text window of {limit} tokens; the rest is cut off: {shown}.{more}"
+    head = f"{counted(len(long), 'caption')} longer than the text window of {limit} tokens"
+    return f"{head}; the rest is cut off: {shown}.{more}"
 
 
 def upscaled(files: Sequence[tuple[str, float]]) -> str:

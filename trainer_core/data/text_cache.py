@@ -96,8 +96,8 @@ class TextCache:
             row = {"context": context_BTD[at].clone(), "pooled": pooled_BD[at].clone()}
             if not all(bool(torch.isfinite(tensor).all()) for tensor in row.values()):
                 raise NonFiniteError(
-                    f"The text encoders give NaN or infinity for the caption {caption[:200]!r}. The model file may be damaged, or "
-                    "its number format too small: try precision.compute = 'fp32'.",
+                    f"The text encoders give NaN or infinity for the caption {caption[:200]!r}. The model file may be "
+                    "damaged, or its number format too small: try precision.compute = 'fp32'.",
                     sample_ids=(caption[:200],),
                 )
             entries[self.key(caption)] = row
