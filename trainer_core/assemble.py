@@ -107,7 +107,9 @@ class _Assembler:
         network = self._network(model)
         objective = self._objective(model)
         optimizer = build_optimizer(
-            {part: network.parameters_of(part) for part in network.parts}, self.config.optimizer
+            {part: network.parameters_of(part) for part in network.parts},
+            self.config.optimizer,
+            network.rate_factors(),
         )
         precision = Precision(self.config.precision, self.compute, self.device)
         weights = LiveWeights(optimizer, self.config.optimizer)

@@ -64,6 +64,36 @@ class LoraConfig:
         0.0, "scale an adapter down when its weight norm passes this; 0 = off", min=0.0, advanced=True
     )
     weights: str | None = option(None, "LoRA file to start from (warm start)")
+    preset: str = option(
+        "default",
+        "which layers get adapters",
+        choices=(
+            "default",
+            "full",
+            "attention",
+            "attention_mlp",
+            "style_blocks",
+            "subject_blocks",
+            "b_lora",
+            "text_encoders",
+        ),
+    )
+    targets: tuple[str, ...] = option(
+        (), "rules such as 'IN07-IN08 cross rank=32 alpha=16 lr=0.5'; rank=0 leaves layers out", advanced=True
+    )
+    rs_lora: bool = option(False, "scale by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)", advanced=True)
+    block_dims: str = option("", "kohya's ranks of the 23 UNet blocks, with commas", advanced=True)
+    block_alphas: str = option("", "kohya's alphas of the 23 UNet blocks", advanced=True)
+    conv_block_dims: str = option("", "kohya's ranks of the 3x3 convolutions by block", advanced=True)
+    conv_block_alphas: str = option("", "kohya's alphas of the 3x3 convolutions by block", advanced=True)
+    down_lr_weight: str = option(
+        "", "kohya's rate factors of the 9 input blocks, or cosine, sine, linear, reverse_linear, zeros", advanced=True
+    )
+    mid_lr_weight: str = option("", "kohya's rate factors of the 3 middle blocks", advanced=True)
+    up_lr_weight: str = option("", "kohya's rate factors of the 9 output blocks, or a named curve", advanced=True)
+    block_lr_zero_threshold: float = option(
+        0.0, "blocks whose rate factor is not above this get no adapters", min=0.0, advanced=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from .metadata_size import fit_metadata
 from .network import LoraNetwork, create_network
 from .proof import ProofResult, prove_lora_file
 from .targets import PART_LABELS, PART_ORDER, Target, find_targets
+from .warm_start import warm_start
 
 __all__ = [
     "PART_LABELS",
@@ -42,4 +43,5 @@ __all__ = [
     "prove_lora_file",
     "save_lora",
     "tag_frequency",
+    "warm_start",
 ]

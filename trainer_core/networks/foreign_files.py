@@ -14,6 +14,7 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("lora_te_text_model",), "a LoRA for SD 1.x or 2.x (one text encoder)"),
     (("lora_unet_down_blocks_0_attentions",), "a LoRA for SD 1.x or 2.x"),
     (("lora_unet_input_blocks_1_1_",), "a LoRA for SD 1.x or 2.x"),
+    ((".lora_mid.weight",), "a LoCon file with Tucker decomposition (LyCORIS)"),
     (("hada_w1_a",), "a LoHa (LyCORIS) file"),
     (("lokr_w1",), "a LoKr (LyCORIS) file"),
     (("oft_blocks",), "an OFT or BOFT (LyCORIS) file"),

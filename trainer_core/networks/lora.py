@@ -66,6 +66,7 @@ class LoraModule(nn.Module):
         self.rank = rank
         self.rates = rates or DropoutRates()
         self.multiplier = 1.0
+        self.lr_factor = 1.0
         self.lora_down = AdapterWeight(down_shape, base.weight.device)
         self.lora_up = AdapterWeight(up_shape, base.weight.device)
         self.register_buffer("alpha", torch.tensor(float(alpha), dtype=torch.float32))

@@ -12,7 +12,8 @@ import torch
 from ..errors import AdapterError, ModelFileError
 from ..models.tensor_file import TensorFile, read_header
 from .foreign_files import describe_keys, seems_to_be
-from .naming import part_of_name
+from .key_families import KohyaTensors, is_lora_key, to_kohya
+from .naming import is_sdxl_place, part_of_name
 
 DOWN, UP, ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
 
@@ -22,7 +23,8 @@ class LoraFile:
     """A LoRA file, checked: every module has down, up and alpha; all numbers are finite.
 
     `state` holds kohya's keys in the file's number format, alpha as float32 0-dim tensors (a missing one means
-    alpha = rank). `warnings` are plain sentences about what is odd but usable.
+    alpha = rank). `families` counts modules by the spelling they had in the file. `warnings` are plain sentences about
+    what is odd but usable.
     """
 
     path: Path
@@ -30,6 +32,7 @@ class LoraFile:
     metadata: Mapping[str, str]
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
+    families: Mapping[str, int]
     warnings: tuple[str, ...] = ()
 
     @property
@@ -50,7 +53,7 @@ class LoraFile:
 
 
 def load_lora(path: str | Path) -> LoraFile:
-    """Read a LoRA file with kohya's keys.
+    """Read a LoRA file in any spelling that `key_families.py` knows; the result has kohya's keys.
 
     Raises:
         AdapterError: missing, empty, damaged, truncated or foreign file, unpaired or misshapen weights, NaN or
@@ -58,14 +61,14 @@ def load_lora(path: str | Path) -> LoraFile:
     """
     file = Path(path)
     header = read_lora_header(file)
-    if not any(key.endswith((DOWN, UP)) for key in header.entries):
+    if not any(is_lora_key(key) for key in header.entries):
         kind = seems_to_be(header.entries)
         raise AdapterError(
             f"'{file}' holds no LoRA weights"
             + (f"; it seems to be {kind}" if kind else "")
             + f" ({describe_keys(header.entries)}). Give a LoRA file for SDXL."
         )
-    return read_state(file, safetensors.torch.load_file(file), header.metadata)
+    return read_tensors(file, safetensors.torch.load_file(file), header.metadata)
 
 
 def read_lora_header(path: Path) -> TensorFile:
@@ -82,55 +85,64 @@ def read_lora_header(path: Path) -> TensorFile:
         raise AdapterError(f"Cannot read this LoRA file. {error}") from error
 
 
-def read_state(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> LoraFile:
-    """Check tensors with kohya's suffixes and pair them up. `file` is for messages."""
-    names = _paired_names(file, tensors)
-    _refuse_unknown_names(file, names, tensors)
-    _refuse_non_finite(file, tensors)
-    state: dict[str, torch.Tensor] = {}
+def read_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> LoraFile:
+    """Rename tensors to kohya's keys, check them and pair them up. `file` is for messages.
+
+    Raises:
+        AdapterError: as `load_lora`.
+    """
+    converted = to_kohya(tensors, metadata)
+    if converted.unknown:
+        _refuse_unknown(file, converted, tensors)
+    state = dict(converted.tensors)
+    names = _paired_names(file, state)
+    _refuse_other_models(file, names, tensors)
+    _refuse_non_finite(file, state)
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     without_alpha: list[str] = []
     for name in names:
-        down, up = tensors[name + DOWN], tensors[name + UP]
-        ranks[name] = _rank(file, name, down, up)
-        alpha = tensors.get(name + ALPHA)
+        ranks[name] = _rank(file, name, state[name + DOWN], state[name + UP])
+        alpha = state.get(name + ALPHA)
         if alpha is None:
             without_alpha.append(name)
         elif alpha.numel() != 1:
             raise AdapterError(f"'{file}': alpha of '{name}' has {alpha.numel()} values; it must be one number.")
         alphas[name] = float(ranks[name]) if alpha is None else float(alpha.reshape(()))
         state[name + ALPHA] = torch.tensor(alphas[name], dtype=torch.float32)
-        state[name + DOWN], state[name + UP] = down, up
-    return LoraFile(file, state, metadata, ranks, alphas, _warnings(alphas, without_alpha))
+    return LoraFile(file, state, metadata, ranks, alphas, converted.families, _warnings(alphas, without_alpha))
+
+
+def _refuse_unknown(file: Path, converted: KohyaTensors, tensors: Mapping[str, torch.Tensor]) -> None:
+    kind = seems_to_be(tensors)
+    known = sum(converted.families.values())
+    raise AdapterError(
+        f"'{file}': {len(converted.unknown)} of {len(tensors)} tensors have names that no LoRA for SDXL has, such as "
+        f"'{converted.unknown[0]}'"
+        + (f"; it seems to be {kind}" if kind else "")
+        + f" ({known} modules were recognised). Give a LoRA file for SDXL."
+    )
 
 
 def _paired_names(file: Path, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     downs = {key.removesuffix(DOWN) for key in tensors if key.endswith(DOWN)}
     ups = {key.removesuffix(UP) for key in tensors if key.endswith(UP)}
-    if lonely := sorted(downs ^ ups):
+    alphas = {key.removesuffix(ALPHA) for key in tensors if key.endswith(ALPHA)}
+    if lonely := sorted((downs ^ ups) | (alphas - downs)):
         raise AdapterError(
-            f"'{file}' is damaged: {len(lonely)} of {len(downs | ups)} modules have only one of lora_down and lora_up, "
-            f"such as '{lonely[0]}'. Get the file again."
-        )
-    extra = [key for key in tensors if not key.endswith((DOWN, UP)) and not (key.endswith(ALPHA) and key[:-6] in downs)]
-    if extra:
-        kind = seems_to_be(extra)
-        raise AdapterError(
-            f"'{file}' holds more than plain LoRA weights: {describe_keys(extra)}"
-            + (f"; this part seems to be {kind}" if kind else "")
-            + ". Only LoRA weights (lora_down, lora_up, alpha) can be read."
+            f"'{file}' is damaged: {len(lonely)} of {len(downs | ups | alphas)} modules have only one of lora_down and "
+            f"lora_up, such as '{lonely[0]}'. Get the file again."
         )
     return sorted(downs)
 
 
-def _refuse_unknown_names(file: Path, names: list[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    unknown = [name for name in names if part_of_name(name) is None]
-    if unknown:
-        kind = seems_to_be(tensors)
+def _refuse_other_models(file: Path, names: list[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    foreign = [name for name in names if not is_sdxl_place(name)]
+    if foreign:
+        kind = seems_to_be(tensors) or "a LoRA for SD 1.x or 2.x"
         raise AdapterError(
-            f"'{file}' has {len(unknown)} of {len(names)} modules with names that are not SDXL's, such as "
-            f"'{unknown[0]}'" + (f"; it seems to be {kind}" if kind else "") + ". Give a LoRA file for SDXL."
+            f"'{file}': {len(foreign)} of {len(names)} modules are for blocks without attention in SDXL, such as "
+            f"'{foreign[0]}'; it seems to be {kind}. Give a LoRA file for SDXL."
         )
 
 

@@ -36,6 +36,20 @@ _MINIMAL = (
 """What stays with `[metadata] minimal`, besides modelspec and hashes (sd-scripts' `--no_metadata`)."""
 
 
+_NETWORK_ARGUMENTS = (
+    "rank_dropout",
+    "module_dropout",
+    "rs_lora",
+    "block_dims",
+    "block_alphas",
+    "conv_block_dims",
+    "conv_block_alphas",
+    "down_lr_weight",
+    "mid_lr_weight",
+    "up_lr_weight",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FolderFacts:
     """One picture folder: repeats and pictures (not multiplied by the repeats)."""
@@ -177,14 +191,18 @@ def _network(config: TrainConfig) -> dict[str, Any]:
         arguments["conv_dim"] = str(lora.conv_rank)
         share = lora.conv_rank * alpha_share(lora) if lora.conv_alpha is None else lora.conv_alpha
         arguments["conv_alpha"] = str(share)
-    arguments |= {key: str(getattr(lora, key)) for key in ("rank_dropout", "module_dropout") if getattr(lora, key)}
+    arguments |= {key: str(value) for key in _NETWORK_ARGUMENTS if (value := getattr(lora, key))}
+    if lora.targets:
+        arguments["targets"] = list(lora.targets)
+    if lora.preset != "default":
+        arguments["preset"] = lora.preset
     ranks = {part: part_rank(lora, part) for part in ("unet", "te1", "te2")}
     # sd-scripts knows one rank; where ours differ by part, the UNet's is the one people look for.
     main = "unet" if ranks["unet"] else next((part for part, rank in ranks.items() if rank), "unet")
     values: dict[str, Any] = {
         "ss_network_module": NETWORK_MODULE,
         "ss_network_dim": ranks[main],
-        "ss_network_alpha": part_alpha(lora, main),
+        "ss_network_alpha": part_alpha(lora, main) * (ranks[main] ** 0.5 if lora.rs_lora else 1.0),
         "ss_network_dropout": lora.dropout or None,
         "ss_scale_weight_norms": lora.max_norm or None,
     }

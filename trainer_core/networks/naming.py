@@ -37,6 +37,14 @@ def part_of_name(name: str) -> str | None:
     return match[1] or match[2] if match else None
 
 
+_ATTENTION_IN_LEVEL_0 = re.compile(r"lora_unet_(?:input_blocks_[12]|output_blocks_[678])_1_")
+
+
+def is_sdxl_place(name: str) -> bool:
+    """Whether SDXL has attention where this name puts it: SD 1.x and 2.x have it in the first level too."""
+    return _ATTENTION_IN_LEVEL_0.match(name) is None
+
+
 def module_names(part: str, root: nn.Module) -> dict[str, str]:
     """Module path -> name in a file, for every module of `root` that has a place in kohya's naming."""
     paths = [path for path, _ in root.named_modules() if path]

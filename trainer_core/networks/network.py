@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config import LoraConfig, alpha_share, part_alpha, part_rank
+from ..config import LoraConfig
 from ..draws import Draws
 from ..errors import AdapterError
 from .dropout import DropoutDraws, DropoutRates
 from .initial import keyed_down
 from .lora import DropoutContext, LoraModule
-from .targets import PART_LABELS, Target, find_targets, ordered_parts, part_root
+from .max_norm import MaxNormResult, apply_max_norm
+from .selection import Selected, select_targets
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
@@ -70,6 +71,14 @@ class LoraNetwork:
             for key, parameter in module.named_parameters()
         }
 
+    def rate_factors(self) -> dict[str, float]:
+        """Factor on the part's learning rate for every trained weight, by parameter name."""
+        return {
+            f"{name}.{key}": module.lr_factor
+            for name, module in self.modules.items()
+            for key, _ in module.named_parameters()
+        }
+
     def train(self, mode: bool = True) -> LoraNetwork:
         """Turn adapter dropout on (training) or off."""
         self._container.train(mode)
@@ -101,6 +110,10 @@ class LoraNetwork:
             yield
         finally:
             self.attach()
+
+    def apply_max_norm(self, limit: float) -> MaxNormResult:
+        """Scale adapters down whose weight change is larger than `limit` (see `max_norm.py`)."""
+        return apply_max_norm(self.modules.values(), limit)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of all tensors under kohya's keys, float32 on the CPU, alpha as 0-dim tensors."""
@@ -146,24 +159,15 @@ def create_network(model: SDXLModel, config: LoraConfig, *, trained_parts: Seque
     by module name, so they do not depend on which other modules are trained.
 
     Raises:
+        ConfigError: a target rule cannot be read or matches nothing.
         AdapterError: a part that was asked for has no layer that can be adapted, or nothing is left to train.
     """
     context = DropoutContext()
-    rates = DropoutRates(neuron=config.dropout, rank=config.rank_dropout, module=config.module_dropout)
     for root in (model.unet, *model.text_encoders):
         root.requires_grad_(False)
     # ComfyUI runs nodes under inference mode, in which new tensors could never be trained.
     with torch.inference_mode(False):
-        modules = [
-            _create_module(target, config, rates, context)
-            for part in ordered_parts(trained_parts)
-            for target in _targets_of_part(model, config, part)
-        ]
-        if not modules:
-            raise AdapterError(
-                f"There is nothing to train: of the parts {list(trained_parts)} none has a rank above 0. "
-                "Set rank, unet_rank, te1_rank or te2_rank."
-            )
+        modules = [_create_module(one, config, context) for one in select_targets(model, config, trained_parts)]
         network = LoraNetwork(modules, context)
         initialise(network, seed)
     network.train()
@@ -181,26 +185,14 @@ def initialise(network: LoraNetwork, seed: int) -> None:
                 module.lora_down.weight.copy_(keyed_down(draws, name, module.lora_down.weight.shape))
 
 
-def _targets_of_part(model: SDXLModel, config: LoraConfig, part: str) -> list[Target]:
-    if part_rank(config, part) == 0:
-        return []
-    targets = find_targets(part_root(model, part), part, conv=part == "unet" and config.conv_rank > 0)
-    if not targets:
-        raise AdapterError(
-            f"{PART_LABELS[part]} has no layer that an adapter fits on: none of its "
-            f"{sum(1 for _ in part_root(model, part).modules())} modules is a linear or convolution layer at one of "
-            "SDXL's places. Is this an SDXL model?"
-        )
-    return targets
-
-
-def _create_module(target: Target, config: LoraConfig, rates: DropoutRates, context: DropoutContext) -> LoraModule:
-    if target.part == "unet" and target.is_wide_conv:
-        rank = config.conv_rank
-        alpha = rank * alpha_share(config) if config.conv_alpha is None else config.conv_alpha
-    else:
-        rank, alpha = part_rank(config, target.part), part_alpha(config, target.part)
-    return LoraModule(target, rank, alpha, rates=rates, context=context)
+def _create_module(selected: Selected, config: LoraConfig, context: DropoutContext) -> LoraModule:
+    rates = DropoutRates(neuron=selected.dropout, rank=config.rank_dropout, module=config.module_dropout)
+    # rsLoRA divides by sqrt(rank) instead of rank (Kalajdzievski 2023, arXiv:2312.03732). In kohya's format, where
+    # every loader computes alpha / rank, that is a larger alpha.
+    alpha = selected.alpha * selected.rank**0.5 if config.rs_lora else selected.alpha
+    module = LoraModule(selected.target, selected.rank, alpha, rates=rates, context=context)
+    module.lr_factor = selected.lr_factor
+    return module
 
 
 def _mismatch_text(missing: set[str], unknown: set[str], count: int) -> str:

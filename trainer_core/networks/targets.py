@@ -63,14 +63,17 @@ def find_targets(root: nn.Module, part: str, *, conv: bool = False) -> list[Targ
     return [
         Target(part, path, names[path], module)
         for path, module in root.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and path in names and _is_target(part, path, conv)
+        if isinstance(module, nn.Linear | nn.Conv2d)
+        and path in names
+        and is_default_target(Target(part, path, names[path], module), conv)
     ]
 
 
-def _is_target(part: str, path: str, conv: bool) -> bool:
-    if part != "unet":
-        return _TEXT_TARGET.match(path) is not None
-    return _UNET_ATTENTION.match(path) is not None or (conv and _UNET_CONV.match(path) is not None)
+def is_default_target(target: Target, conv: bool) -> bool:
+    """Whether kohya's set holds this layer, with or without the convolutions and their companions."""
+    if target.part != "unet":
+        return _TEXT_TARGET.match(target.path) is not None
+    return _UNET_ATTENTION.match(target.path) is not None or (conv and _UNET_CONV.match(target.path) is not None)
 
 
 def ordered_parts(parts: Sequence[str]) -> list[str]:

@@ -24,11 +24,15 @@ __all__ = [
 
 
 def build_optimizer(
-    parameters_by_part: Mapping[str, Mapping[str, torch.nn.Parameter]], config: OptimizerConfig
+    parameters_by_part: Mapping[str, Mapping[str, torch.nn.Parameter]],
+    config: OptimizerConfig,
+    rate_factors: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of `config` with one group a part, or two under LoRA+ (the second holds the lora_up tensors).
 
-    Every group carries `part`, `label` (the part, or `<part>_up`), `base_lr` and `names`.
+    `rate_factors` multiplies the rate of single parameters, by name (target rules, kohya's block rates); every other
+    factor than 1 makes groups of its own, labelled `<label>x<factor>`. Every group carries `part`, `label` (the part,
+    or `<part>_up`), `base_lr` and `names`.
 
     Raises:
         ValueError: a parameter is not float32: half-precision adapters lose small updates.
@@ -39,7 +43,7 @@ def build_optimizer(
         half = [name for name, parameter in parameters.items() if parameter.dtype != torch.float32]
         if half:
             raise ValueError(f"trained parameters must be float32, these are not: {half[:3]}")
-        groups.extend(_groups(part, parameters, config))
+        groups.extend(_split_by_factor(_groups(part, parameters, config), rate_factors or {}))
     optimizer = _make(groups, config)
     # Schedule-free optimizers start in neither mode and raise at the first step without this.
     if hasattr(optimizer, "train"):
@@ -87,6 +91,18 @@ def _groups(part: str, parameters: Mapping[str, torch.nn.Parameter], config: Opt
     return [*split, _group(part, f"{part}_up", rate * ratio, ups)]
 
 
+def _split_by_factor(groups: list[dict[str, Any]], factors: Mapping[str, float]) -> list[dict[str, Any]]:
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        by_factor: dict[float, dict[str, torch.nn.Parameter]] = {}
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            by_factor.setdefault(factors.get(name, 1.0), {})[name] = parameter
+        for factor, parameters in sorted(by_factor.items(), reverse=True):
+            label = group["label"] if factor == 1.0 else f"{group['label']}x{factor:g}"
+            split.append(_group(group["part"], label, group["base_lr"] * factor, parameters))
+    return split
+
+
 def _group(part: str, label: str, rate: float, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
     return {
         "params": list(parameters.values()),
@@ -100,7 +116,8 @@ def _group(part: str, label: str, rate: float, parameters: Mapping[str, torch.nn
 
 def _make(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     cls = optimizer_class(config)
-    arguments = optimizer_arguments(config, cls)
+    # Some classes demand a rate even where every group has one.
+    arguments = {"lr": groups[0]["lr"], **optimizer_arguments(config, cls)}
     if cls is torch.optim.AdamW and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
         try:
             return cls(groups, **arguments, fused=True)
