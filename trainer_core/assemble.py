@@ -28,6 +28,7 @@ from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
 from .export import Exporter
 from .models import SDXLModel, inspect_model, load_sdxl
 from .networks import LoraNetwork, create_network
+from .networks.warm_start import warm_start
 from .objective import NoiseSchedule, Objective
 from .optim import LiveWeights, Precision, build_optimizer, schedule_problem
 from .resume import RunIdentity, capture_state, data_digest, restore_state
