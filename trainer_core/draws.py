@@ -73,4 +73,6 @@ class Draws:
 def _as_tensor(array: np.ndarray | np.floating) -> torch.Tensor:
     import torch
 
-    return torch.from_numpy(np.ascontiguousarray(array)) if np.ndim(array) else torch.tensor(float(array))
+    if not np.ndim(array):
+        return torch.tensor(float(array))
+    return torch.from_numpy(np.ascontiguousarray(array))  # pyright: ignore[reportUnknownMemberType] - untyped in torch

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 WIRE_VERSION = 1
 
@@ -194,9 +194,10 @@ def json_safe(value: Any, name: str, nonfinite: list[str]) -> Any:
         # File names may hold bytes that are no text (lone surrogates); neither SQLite nor a UTF-8 pipe takes those.
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, dict):
-        return {str(key): json_safe(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
+        table = cast("dict[object, Any]", value)
+        return {str(key): json_safe(item, f"{name}.{key}", nonfinite) for key, item in table.items()}
     if isinstance(value, list | tuple):
-        return [json_safe(item, f"{name}.{i}", nonfinite) for i, item in enumerate(value)]
+        return [json_safe(item, f"{name}.{i}", nonfinite) for i, item in enumerate(cast("list[Any]", value))]
     return value
 
 
@@ -226,7 +227,7 @@ class EventBus:
 
     run_id: str
     seq: int = 0
-    _subscribers: list[Subscriber] = field(default_factory=list)
+    _subscribers: list[Subscriber] = field(default_factory=list[Subscriber])
 
     def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.append(subscriber)
