@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from .config import OptimizerConfig
-from .config_fields import BadValue
+from .config_fields import BadValue, did_you_mean
+from .errors import Problem
 
 
 def _nothing() -> dict[str, Any]:
@@ -105,6 +106,12 @@ def find_kind(typed: str) -> OptimizerKind | None:
         rate_free=name.startswith(("DAdapt", "Prodigy")),
         schedule_free="ScheduleFree" in name,
     )
+
+
+def unknown_optimizer(typed: str) -> Problem:
+    """The problem of a name nobody knows."""
+    fix = f"Known: {', '.join(CATALOGUE)}; or the dotted name of a class in an installed library."
+    return Problem("optimizer.type", typed, "there is no such optimizer", did_you_mean(typed.lower(), CATALOGUE, fix))
 
 
 def install_command(kind: OptimizerKind) -> str | None:

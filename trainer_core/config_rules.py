@@ -17,6 +17,7 @@ from typing import Any
 
 from .config import PARTS, TrainConfig, part_alpha, part_rank, part_rate, trained_parts
 from .config_fields import FIELDS, FieldSpec, allowed, did_you_mean
+from .config_rules_training import TRAINING_RULES, training_advice
 from .errors import Problem
 
 _WINDOWS_FORBIDDEN = '<>:"/\\|?*'
@@ -157,23 +158,9 @@ def _length(config: TrainConfig) -> Found:
     if run.max_train_steps is not None and run.max_train_epochs is not None:
         why = f"run.max_train_epochs = {run.max_train_epochs} is set too; only one can end the run"
         yield Problem("run.max_train_steps", run.max_train_steps, why, "Keep one of the two.")
-    warmup = config.schedule.warmup_steps
-    if warmup > 1 and not float(warmup).is_integer():
-        why = "is neither whole steps nor a share below 1"
-        yield Problem("schedule.warmup_steps", warmup, why, "Write steps (100) or a share (0.1).")
-    elif run.max_train_steps is not None and warmup >= max(run.max_train_steps, 2):
-        why = f"the run has {run.max_train_steps} steps, all of them would be warm-up"
-        yield Problem("schedule.warmup_steps", warmup, why, "Write fewer steps, or a share such as 0.1.")
 
 
-def _objective(config: TrainConfig) -> Found:
-    objective = config.objective
-    if objective.min_timestep >= objective.max_timestep:
-        why = f"leaves no timestep below max_timestep = {objective.max_timestep}"
-        yield Problem("objective.min_timestep", objective.min_timestep, why, "Make it smaller than max_timestep.")
-    if objective.min_snr_gamma == 0:
-        why = "0 weighs every loss with 0: nothing would be learnt"
-        yield Problem("objective.min_snr_gamma", 0.0, why, "Unset it to switch it off; 5 is usual.")
+def _prior(config: TrainConfig) -> Found:
     if config.dataset.prior_path and config.dataset.prior_loss_weight == 0:
         why = "prior pictures of weight 0 teach nothing and cost their whole time"
         yield Problem("dataset.prior_loss_weight", 0.0, why, "Write 1, or unset dataset.prior_path.")
@@ -311,7 +298,8 @@ _RULES: tuple[Callable[[TrainConfig], Found], ...] = (
     _something_trained,
     _alphas,
     _length,
-    _objective,
+    _prior,
+    *TRAINING_RULES,
     _text_cache,
     _buckets,
     _captions,
@@ -354,7 +342,7 @@ def advice(config: TrainConfig) -> list[str]:
             f"text-encoder outputs are not cached because captions change each time ({', '.join(varying(config))})",
         ),
     )
-    return [text for holds, text in conditions if holds]
+    return [*(text for holds, text in conditions if holds), *training_advice(config)]
 
 
 def _encoders(config: TrainConfig) -> list[str]:

@@ -53,14 +53,21 @@ def snr_weight(config: ObjectiveConfig, schedule: NoiseSchedule, timesteps_B: to
     """Product (B,) of the SNR-based loss weights that are switched on; ones when none is.
 
     min-SNR: min(snr, gamma) / snr for epsilon, / (snr + 1) for v (Hang et al. 2023, eq. 5 and table 1).
+    scale v like noise: snr / (snr + 1), the factor between a v loss and the epsilon loss of the same error.
+    v-like loss: 1 + share (snr + 1) / snr, which adds `v_pred_like_loss` times the v loss to an epsilon loss.
     debiased estimation: 1 / sqrt(snr) for epsilon (Yu et al. 2023), 1 / (snr + 1) for v.
+    All but min-SNR cap the SNR at 1000, as sd-scripts does.
     """
     snr_B = schedule.snr[timesteps_B]
     weight_B = torch.ones_like(snr_B)
     if config.min_snr_gamma is not None:
         over = snr_B + 1.0 if schedule.prediction_type == "v" else snr_B
         weight_B = weight_B * snr_B.clamp(max=config.min_snr_gamma) / over
+    capped_B = snr_B.clamp(max=_SNR_CAP)
+    if config.scale_v_pred_loss_like_noise_pred:
+        weight_B = weight_B * (capped_B / (capped_B + 1.0))
+    if config.v_pred_like_loss > 0:
+        weight_B = weight_B * (1.0 + config.v_pred_like_loss / (capped_B / (capped_B + 1.0)))
     if config.debiased_estimation:
-        capped_B = snr_B.clamp(max=_SNR_CAP)
         weight_B = weight_B * (1.0 / (capped_B + 1.0) if schedule.prediction_type == "v" else capped_B.rsqrt())
     return weight_B

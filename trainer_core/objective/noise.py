@@ -19,6 +19,14 @@ def offset_noise(noise_BCHW: torch.Tensor, draw_BC11: torch.Tensor, strength: fl
     return noise_BCHW + strength * draw_BC11
 
 
+def adaptive_strength(latents_BCHW: torch.Tensor, strength: float | torch.Tensor, scale: float) -> torch.Tensor:
+    """Strength (B, C, 1, 1) of offset noise: `strength` plus `scale` times |mean| of each latent channel, at least 0.
+
+    A picture far from grey gets more (or, with a scale below 0, less) of it. Source: sd-scripts' option.
+    """
+    return (strength + scale * latents_BCHW.mean(dim=(2, 3), keepdim=True).abs()).clamp(min=0.0)
+
+
 def multires_noise(
     noise_BCHW: torch.Tensor,
     draws: Sequence[torch.Tensor],
@@ -52,6 +60,6 @@ def multires_sizes(height: int, width: int, ratios: Sequence[float]) -> list[tup
     return sizes
 
 
-def input_perturbation(noise_BCHW: torch.Tensor, draw_BCHW: torch.Tensor, gamma: float) -> torch.Tensor:
+def input_perturbation(noise_BCHW: torch.Tensor, draw_BCHW: torch.Tensor, gamma: float | torch.Tensor) -> torch.Tensor:
     """Noise used for x_t only; the target keeps the clean noise (Ning et al. 2023, algorithm 1)."""
     return noise_BCHW + gamma * draw_BCHW

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from ..config import ObjectiveConfig
+from ..config_rules_training import weight_problems
 from ..draws import Draws
+from ..errors import ConfigError
 from .loss import elementwise_loss, huber_threshold, snr_weight
-from .noise import input_perturbation, multires_noise, multires_sizes, offset_noise
+from .noise import adaptive_strength, input_perturbation, multires_noise, multires_sizes, offset_noise
 from .schedule import NoiseSchedule
+from .timesteps import draw_timestep
 
 Denoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -29,9 +32,15 @@ class NoisedBatch:
 
 
 class Objective:
-    """Draws and losses of a run. Every draw is keyed by sample, so a batch's make-up changes nothing."""
+    """Draws and losses of a run. Every draw is keyed by sample, so a batch's make-up changes nothing.
+
+    Raises:
+        ConfigError: a loss weight does not fit what the model predicts.
+    """
 
     def __init__(self, schedule: NoiseSchedule, config: ObjectiveConfig, *, vae_scale: float) -> None:
+        if trouble := weight_problems(config, schedule.prediction_type):
+            raise ConfigError(trouble)
         self.schedule = schedule
         self.config = config
         self.vae_scale = vae_scale
@@ -46,15 +55,16 @@ class Objective:
     def noised(self, latents_BCHW: torch.Tensor, draws: Draws, epoch: int, sample_keys: Sequence[str]) -> NoisedBatch:
         """Noise and timestep of each sample, the noised latents, and the target."""
         config = self.config
-        timesteps = [
-            draws.integer(config.min_timestep, config.max_timestep, epoch, key, "timestep") for key in sample_keys
-        ]
+        timesteps = [draw_timestep(config, draws, epoch, key) for key in sample_keys]
         timesteps_B = torch.tensor(timesteps, dtype=torch.long, device=latents_BCHW.device)
         noise_BCHW = self._noise(latents_BCHW, draws, epoch, sample_keys)
         entering_BCHW = noise_BCHW
         if config.ip_noise_gamma > 0:
+            gamma: float | torch.Tensor = config.ip_noise_gamma
+            if config.ip_noise_gamma_random_strength:
+                gamma = gamma * _uniforms(draws, epoch, sample_keys, "input_perturbation_strength", latents_BCHW)
             draw_BCHW = _normals(draws, epoch, sample_keys, "input_perturbation", latents_BCHW)
-            entering_BCHW = input_perturbation(noise_BCHW, draw_BCHW, config.ip_noise_gamma)
+            entering_BCHW = input_perturbation(noise_BCHW, draw_BCHW, gamma)
         return NoisedBatch(
             noisy_BCHW=self.schedule.add_noise(latents_BCHW, entering_BCHW, timesteps_B),
             target_BCHW=self.schedule.target(latents_BCHW, noise_BCHW, timesteps_B),
@@ -85,8 +95,13 @@ class Objective:
         config = self.config
         noise_BCHW = _normals(draws, epoch, sample_keys, "noise", latents_BCHW)
         if config.noise_offset > 0:
+            strength: float | torch.Tensor = config.noise_offset
+            if config.noise_offset_random_strength:
+                strength = strength * _uniforms(draws, epoch, sample_keys, "noise_offset_strength", latents_BCHW)
+            if config.adaptive_noise_scale != 0:
+                strength = adaptive_strength(latents_BCHW, strength, config.adaptive_noise_scale)
             draw_BC11 = _normals(draws, epoch, sample_keys, "noise_offset", latents_BCHW[:, :, :1, :1])
-            noise_BCHW = offset_noise(noise_BCHW, draw_BC11, config.noise_offset)
+            noise_BCHW = offset_noise(noise_BCHW, draw_BC11, strength)
         if config.multires_noise_iterations > 0:
             noise_BCHW = torch.cat(
                 [self._pyramid(noise_BCHW[i : i + 1], draws, epoch, key) for i, key in enumerate(sample_keys)]
@@ -108,5 +123,14 @@ class Objective:
 def _normals(
     draws: Draws, epoch: int, sample_keys: Sequence[str], purpose: str, like_BCHW: torch.Tensor
 ) -> torch.Tensor:
+    """A tensor like `like_BCHW`, each sample from its own key."""
     shape = like_BCHW.shape[1:]
     return torch.stack([draws.normal(epoch, key, purpose, shape) for key in sample_keys]).to(like_BCHW.device)
+
+
+def _uniforms(
+    draws: Draws, epoch: int, sample_keys: Sequence[str], purpose: str, like_BCHW: torch.Tensor
+) -> torch.Tensor:
+    """One number in [0, 1) a sample, shape (B, 1, 1, 1). sd-scripts draws one for the whole batch."""
+    numbers = [draws.uniform(epoch, key, purpose, (1, 1, 1)) for key in sample_keys]
+    return torch.stack(numbers).to(like_BCHW.device)

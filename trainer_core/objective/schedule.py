@@ -42,7 +42,7 @@ class NoiseSchedule:
         return signal_B111 * latents_BCHW + sigma_B111 * noise_BCHW
 
     def target(self, latents_BCHW: torch.Tensor, noise_BCHW: torch.Tensor, timesteps_B: torch.Tensor) -> torch.Tensor:
-        """What the model should predict: the noise, or v = sqrt(abar) noise - sqrt(1 - abar) x_0 (Salimans & Ho 2022)."""
+        """The noise, or v = sqrt(abar) noise - sqrt(1 - abar) x_0 (Salimans & Ho 2022): what to predict."""
         if self.prediction_type == "epsilon":
             return noise_BCHW
         signal_B111, sigma_B111 = self._coefficients(timesteps_B)

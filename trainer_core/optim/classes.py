@@ -10,7 +10,7 @@ import torch
 
 from ..config import OptimizerConfig
 from ..config_fields import BadValue, did_you_mean
-from ..config_optimizers import OptimizerKind, find_kind, install_command, parse_arguments
+from ..config_optimizers import OptimizerKind, find_kind, install_command, parse_arguments, unknown_optimizer
 from ..errors import ConfigError, Problem
 
 _OURS = ("params", "lr")
@@ -64,14 +64,6 @@ def _kind(config: OptimizerConfig) -> OptimizerKind:
     if kind is None:
         raise ConfigError([unknown_optimizer(config.type)])
     return kind
-
-
-def unknown_optimizer(typed: str) -> Problem:
-    """The problem of a name nobody knows."""
-    from ..config_optimizers import CATALOGUE
-
-    fix = f"Known: {', '.join(CATALOGUE)}; or the dotted name of a class in an installed library."
-    return Problem("optimizer.type", typed, "there is no such optimizer", did_you_mean(typed.lower(), CATALOGUE, fix))
 
 
 def _from_fields(config: OptimizerConfig, parameters: dict[str, inspect.Parameter] | Any) -> dict[str, tuple[Any, str]]:
