@@ -74,11 +74,13 @@ def _section(title: str, content: str, *, anchor: str, css: str = "") -> str:
 
 def _header(data: ReportData) -> str:
     status = status_word(data)
-    sentences = " ".join(esc(sentence) for sentence in summary_sentences(data))
+    *sentences, last = summary_sentences(data)
+    some = "" if last.startswith("Nothing") else " some"
     css = status.lower().replace(" ", "-")
     return (
         f'<header><h1>{esc(data.name)} <span class="status {css}">{status}</span></h1>'
-        f'<p class="summary">{sentences}</p>{_tiles(data)}</header>'
+        f'<p class="summary">{esc(" ".join(sentences))}</p><p class="attention{some}">{esc(last)}</p>'
+        f"{_tiles(data)}</header>"
     )
 
 
@@ -119,7 +121,7 @@ def _problem(group: ProblemGroup) -> str:
     if left:
         rest = "".join(f"<li>{esc(line)}</li>" for line in group.lines[len(lines) :])
         items += f"<li><details><summary>{left} more</summary><ul>{rest}</ul></details></li>"
-    advice = f'<p class="note">{esc(group.advice)}</p>' if group.advice else ""
+    advice = f'<p class="hint">{esc(group.advice)}</p>' if group.advice else ""
     word = {"error": "Error", "warning": "Warning", "note": "Note"}[group.severity]
     return (
         f'<section class="problem {group.severity}"><h3><span class="tag">{word}</span> {esc(group.title)}</h3>'
@@ -150,7 +152,7 @@ def _files(data: ReportData) -> str:
     kept = [row for row in data.checkpoints if row["state"] != "deleted"]
     if kept:
         names = ", ".join(esc(row["name"]) for row in kept)
-        parts.append(f'<p class="note">Checkpoints to go on from: {names}.</p>')
+        parts.append(f'<p class="hint">Checkpoints to go on from: {names}.</p>')
     return "".join(parts) or "<p>No LoRA file was written.</p>"
 
 
@@ -170,13 +172,18 @@ def _settings_table(settings: list[Setting], *, with_default: bool) -> str:
     for setting in settings:
         default = f"<td>{_value(setting.default)}</td>" if with_default else ""
         rows.append(
-            f'<tr><th scope="row">{esc(setting.key)}</th><td>{_value(setting.value)}</td>{default}'
+            f'<tr><th scope="row">{_breakable(setting.key)}</th><td>{_value(setting.value)}</td>{default}'
             f"<td>{esc(setting.help)}</td></tr>"
         )
     return (
         f'<div class="scroll"><table class="settings"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _breakable(key: str) -> str:
+    """A setting's name that may wrap after a dot or an underscore."""
+    return esc(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def _value(value: Any) -> str:

@@ -156,7 +156,7 @@ def _grid(frame: _Frame) -> list[str]:
         x = frame.x(step)
         anchor = "end" if x > _WIDTH - 40 else "middle"
         parts.append(f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 14}" text-anchor="{anchor}">{step:.0f}</text>')
-    parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{_HEIGHT - 14}" text-anchor="end">step</text>')
+    parts.append(f'<text class="tick" x="4" y="{_HEIGHT - 14}">step</text>')
     return parts
 
 
@@ -214,8 +214,8 @@ def _cut_note(series: Sequence[Series], frame: _Frame) -> str:
     if not cut:
         return ""
     highest = max(y for line in series for _, y in line.points)
-    said = f"{plural(cut, 'value lies', 'values lie')} beyond the edge (highest {number(highest)})."
-    return f'<p class="note">{said}</p>'
+    said = f"{plural(cut, 'value lies', 'values lie')} beyond the picture's edge (highest {number(highest)})."
+    return f'<p class="hint">{said}</p>'
 
 
 def _table(series: Sequence[Series]) -> str:

@@ -31,7 +31,7 @@ def previews_html(data: ReportData) -> str:
     shown = sorted(by_prompt)[:_MOST_PROMPTS]
     blocks = "".join(_prompt_block(data, by_prompt[index]) for index in shown)
     left = len(by_prompt) - len(shown)
-    note = f'<p class="note">{plural(left, "prompt")} more: see the folder previews/.</p>' if left else ""
+    note = f'<p class="hint">{plural(left, "prompt")} more: see the folder previews/.</p>' if left else ""
     return f'<div class="previews">{blocks}</div>{note}'
 
 

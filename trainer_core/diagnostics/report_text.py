@@ -31,8 +31,8 @@ def status_word(data: ReportData) -> str:
 
 
 def summary_sentences(data: ReportData) -> list[str]:
-    """The run in a few sentences: what was done, what it did to the losses, what came out, what needs a look."""
-    sentences = [_what_ran(data), *_score(data), *_loss(data), *_validation(data), _result(data), _attention(data)]
+    """The run in a few sentences: what was done and what came out; what it did to the losses; what needs a look."""
+    sentences = [_what_ran(data), *_score(data), _result(data), *_loss(data), *_validation(data), attention(data)]
     return [sentence for sentence in sentences if sentence]
 
 
@@ -136,12 +136,16 @@ def final_lora(data: ReportData) -> Row | None:
     return next((event for event in reversed(data.loras) if event["data"].get("final")), None)
 
 
-def _attention(data: ReportData) -> str:
+def attention(data: ReportData) -> str:
+    """The sentence that says whether something needs a look."""
     serious = [group for group in problem_groups(data) if group.severity != "note"]
     if not serious:
         return "Nothing needs your attention."
-    names = [group.title[:1].lower() + group.title[1:] for group in serious]
-    return f"Please look at the problems below: {listing(names)}."
+    return f"Please look at the problems below: {listing([_lower_first(group.title) for group in serious])}."
+
+
+def _lower_first(text: str) -> str:
+    return text if text[:4] == "LoRA" else text[:1].lower() + text[1:]
 
 
 def problem_groups(data: ReportData) -> list[ProblemGroup]:
@@ -198,7 +202,7 @@ def _verdicts(data: ReportData) -> list[ProblemGroup]:
 
 _TOPICS = {
     "settings": "Settings that were changed for you",
-    "data": "Pictures and captions",
+    "data": "The data set",
     "preview": "Previews",
     "validation": "Validation",
     "evaluation": "Validations that failed",

@@ -16,7 +16,7 @@ from trainer_core.diagnostics.report_text import problem_groups, summary_sentenc
 from trainer_core.errors import CheckpointError, ConfigError
 
 MakeRun = Callable[..., Any]
-VOID = {"meta", "img", "line", "circle", "polyline", "br"}
+VOID = {"meta", "img", "line", "circle", "polyline", "br", "wbr"}
 
 
 class Page(HTMLParser):
@@ -50,7 +50,7 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
+        return " ".join("".join(self.texts).split())
 
 
 def page_of(run: Any) -> tuple[str, Page]:
@@ -145,7 +145,7 @@ def test_problems_are_named(make_run: MakeRun) -> None:
     assert rejected.lines[0] == "Steps 2 and 3: the gradient is not finite."
     assert "b.png" in rejected.lines[1]
     assert "lora_unet_input_blocks_4" in rejected.lines[2]
-    assert "left out" in groups["Pictures and captions"].lines[0]
+    assert "left out" in groups["The data set"].lines[0]
     assert groups["The run was resumed once"].severity == "note"
     assert "step-00000040" in groups["The run was resumed once"].lines[0]
     assert groups["Health of the gradients"].lines == ("Step 30: lora_te1 gets no gradient",)
@@ -245,7 +245,7 @@ def test_settings_changed_first(make_run: MakeRun) -> None:
         "dataset.path", "dataset.batch_size", "preview.prompts", "preview.every_steps", "run.output_name",
         "run.max_train_steps", "run.seed",
     ]  # fmt: skip
-    assert page.text.index("dataset.batch_size") < page.text.index("lora.rank")
+    assert page.text.index("dataset.batch_size") < page.text.index("lora.rank")  # the latter is behind the fold
     unknown = read_settings({"lora": {"rank": 16, "from_the_future": 3}})
     assert next(s for s in unknown if s.key == "lora.from_the_future").value == 3
 

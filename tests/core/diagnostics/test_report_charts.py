@@ -64,7 +64,7 @@ def test_an_outlier_does_not_squash_the_average() -> None:
     raw[150] = (150.0, 500.0)
     lines = [Series(name="each step", points=raw, style="faint"), Series(name="average", points=raw[:100], style="c1")]
     made = chart_html(Chart(title="T", meaning="m", series=lines, fit_to="average"))
-    assert "1 value lies beyond the edge" in made
+    assert "1 value lies beyond the picture's edge" in made
     assert "highest 500" in made
 
 

@@ -36,7 +36,7 @@ def test_a_small_set_is_probed_and_it_is_said() -> None:
     choice = choose_holdout(items(4), ValidationConfig(), Draws(3))
     assert not choice.held_out
     assert len(choice.training) == len(choice.measured) == 4
-    assert "also trained" in choice.reason
+    assert "4 pictures are too few to hold some out" in choice.reason
 
 
 def test_switched_off() -> None:
