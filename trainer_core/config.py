@@ -142,6 +142,16 @@ class DatasetConfig:
     token_warmup_step: float = option(
         0.0, "applied steps until all tags are used; below 1 = share of the run, 0 = off", min=0.0, advanced=True
     )
+    config_file: str | None = option(
+        None, "TOML or JSON file that describes several data sets with sd-scripts' keys; replaces path and prior_path"
+    )
+    metadata_file: str | None = option(
+        None, "file with the captions of many pictures; unset = metadata.jsonl or .json in the folder", advanced=True
+    )
+    mask: str | None = option(
+        None, "loss masks: 'alpha', or a folder with a mask of the same name for each picture", advanced=True
+    )
+    verify: bool = option(False, "read every picture again instead of trusting its size and time stamps", advanced=True)
     compat: str = option(
         "none",
         "whose caption rules and prior balance to follow to the letter",
