@@ -1,9 +1,10 @@
 """One real training step on a full-size SDXL on a machine without a GPU.
 
-`python benchmarks/full_size_step.py` makes a 6.9 GB single file of random weights, loads it in bf16, puts a rank-16 LoRA
-on the UNet (722 layers), and does one step at 256x256 with gradient checkpointing: caption and picture are encoded, noise
-comes from keyed draws, loss, backward, clipping, AdamW. The last line is JSON: `peak_gb` (peak of resident memory of the
-process, anonymous plus touched file pages), `step_s`, `load_s`. It fails unless every up matrix moved and peak <= 20 GB.
+`python benchmarks/full_size_step.py` makes a 6.9 GB single file of random weights, loads it in bf16, puts a rank-16
+LoRA on the UNet (722 layers), and does one step at 256x256 with gradient checkpointing: caption and picture are
+encoded, noise comes from keyed draws, loss, backward, clipping, AdamW. The last line is JSON: `peak_gb` (peak of
+resident memory of the process, anonymous plus touched file pages), `step_s`, `load_s`. It fails unless every up matrix
+moved and the peak is at most 20 GB.
 """
 
 from __future__ import annotations

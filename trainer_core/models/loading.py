@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKL
 
 SD1_VAE_SCALE = 0.18215
+# Tensors of single files that are no weights of the model: schedule tables, EMA copies, buffers, training leftovers.
+_USUAL_BEGINNINGS = (
+    *("model_ema.", "denoiser.", "alphas_", "betas", "sqrt_", "log_one_minus_", "posterior_", "logvar", "loss."),
+    "first_stage_model.",
+)
+_USUAL_ENDINGS = ("position_ids", "logit_scale", "attn_mask", "text_projection.weight", "num_updates", "decay")
 PREDICTION_TYPES = {"epsilon": "epsilon", "v": "v", "v_prediction": "v"}
 
 
@@ -190,13 +196,9 @@ def found_zero_terminal_snr(source: Source, configs: ModelConfigs, wanted: str |
 
 def ignored_note(source: Source) -> tuple[str, ...]:
     """What of the file takes no part: EMA copies and schedule tables are usual, anything else is worth a word."""
-    usual = ("model_ema.", "denoiser.", "alphas_", "betas", "sqrt_", "log_one_minus_", "posterior_", "logvar", "loss.")
     ema = sum(name.startswith("model_ema.") for name in source.ignored)
     odd = [
-        name
-        for name in source.ignored
-        if not name.startswith(usual)
-        and not name.endswith(("position_ids", "logit_scale", "attn_mask", "num_updates", "decay"))
+        name for name in source.ignored if not name.startswith(_USUAL_BEGINNINGS) and not name.endswith(_USUAL_ENDINGS)
     ]
     notes = [f"{ema} EMA tensors were left out; the plain weights are used."] if ema else []
     if odd:

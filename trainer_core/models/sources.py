@@ -7,7 +7,9 @@ bare transformers names (`sgm_keys.bare_text_name`) for the text encoders; parts
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from .tensor_file import Entry, TensorFile, read_header
 FOLDERS = {"unet": "unet", "te1": "text_encoder", "te2": "text_encoder_2", "vae": "vae"}
 PARTS = tuple(FOLDERS)
 CONFIG_KEY = "safe_scaler.configs"  # header metadata that `save_single_file` writes: configs that shapes cannot tell
+_TEXT_BEGINNINGS = ("embeddings.", "encoder.layers.", "final_layer_norm.")  # merges add a projection and a logit scale
 _OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
 
 
@@ -64,8 +67,9 @@ class Source:
 
 def find_source(path: Path) -> Source:
     """Plan the loading of a base model; raises ModelFileError naming what `path` is when it is no SDXL base model."""
-    if path.is_dir():
-        return _folder_source(path)
+    if os.path.isdir(path):
+        with _permission_told(path):
+            return _folder_source(path)
     file = read_header(path)
     family = recognise(file.entries)
     if family.name != "sdxl":
@@ -75,16 +79,9 @@ def find_source(path: Path) -> Source:
 
 def find_vae(path: Path) -> Source:
     """Plan the loading of a VAE: a file with ldm or diffusers names, a VAE folder, or a whole SDXL model's VAE."""
-    if path.is_dir():
-        folder = path if (path / "config.json").is_file() else path / "vae"
-        if not (folder / "config.json").is_file():
-            raise ModelFileError(
-                f"'{path}' holds no VAE: there is no config.json in it or in its vae folder. "
-                "Give a VAE .safetensors file or the vae folder of a diffusers model.",
-                path,
-            )
-        slots = _named(_folder_files(folder, "vae"), "vae")
-        return Source(folder, "folder", {"vae": slots}, {"vae": _read_json(folder / "config.json")})
+    if os.path.isdir(path):
+        with _permission_told(path):
+            return _vae_folder_source(path)
     file = read_header(path)
     if is_vae(file.entries):
         return Source(path, "single file", {"vae": _vae_slots(file)}, _metadata_configs(file), metadata=file.metadata)
@@ -95,6 +92,30 @@ def find_vae(path: Path) -> Source:
             return Source(path, "single file", {"vae": source.parts["vae"]}, source.configs, metadata=file.metadata)
         raise ModelFileError(f"'{path}' is an SDXL checkpoint without a VAE. Give a file that holds one.", path)
     raise ModelFileError(f"model.vae: '{path}' is {family.what}, not a VAE. Give an SDXL VAE file or folder.", path)
+
+
+@contextmanager
+def _permission_told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise ModelFileError(
+            f"'{path}' cannot be read: permission denied ({error.filename}). "
+            "Give your user permission to read the folder.",
+            path,
+        ) from error
+
+
+def _vae_folder_source(path: Path) -> Source:
+    folder = path if (path / "config.json").is_file() else path / "vae"
+    if not (folder / "config.json").is_file():
+        raise ModelFileError(
+            f"'{path}' holds no VAE: there is no config.json in it or in its vae folder. "
+            "Give a VAE .safetensors file or the vae folder of a diffusers model.",
+            path,
+        )
+    slots = _named(_folder_files(folder, "vae"), "vae")
+    return Source(folder, "folder", {"vae": slots}, {"vae": _read_json(folder / "config.json")})
 
 
 def _single_file_source(file: TensorFile) -> Source:
@@ -123,7 +144,8 @@ def _place(file: TensorFile, key: str, layers: int, levels: int) -> tuple[str, d
     for prefix in (sgm_keys.TE1_PREFIX, sgm_keys.TE1_PREFIX.removesuffix("text_model.")):
         if key.startswith(prefix):
             name = key.removeprefix(prefix)
-            return None if name.endswith("position_ids") else ("te1", {name: Slot(file, key)})
+            known = name.startswith(_TEXT_BEGINNINGS) and not name.endswith("position_ids")
+            return ("te1", {name: Slot(file, key)}) if known else None
     if key.startswith(sgm_keys.TE2_PREFIX):
         bare = key.removeprefix(sgm_keys.TE2_PREFIX)
         names = sgm_keys.te2_open_clip_to_bare(bare)

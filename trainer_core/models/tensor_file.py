@@ -113,8 +113,14 @@ def _first_bytes(path: Path) -> tuple[int, bytes]:
         with open(path, "rb") as file:
             return size, file.read(512)
     except FileNotFoundError as error:
+        hub = not path.is_absolute() and len(path.parts) == 2 and not path.suffix.startswith(".s")
+        hint = (
+            " If it is the name of a model on the Hugging Face Hub: download it first and give its folder."
+            if hub
+            else ""
+        )
         raise ModelFileError(
-            f"There is no file '{path}'. Check the path; a relative one is looked for from '{Path.cwd()}'.", path
+            f"There is no file '{path}'. Check the path; a relative one is looked for from '{Path.cwd()}'.{hint}", path
         ) from error
     except PermissionError as error:
         raise ModelFileError(

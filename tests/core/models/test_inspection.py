@@ -160,6 +160,21 @@ def test_missing_path_says_where_it_looked() -> None:
         inspect_model("nowhere.safetensors")
 
 
+def test_hub_name_is_told_from_a_path() -> None:
+    with pytest.raises(ModelFileError, match="Hugging Face Hub: download it first"):
+        inspect_model("stabilityai/stable-diffusion-xl-base-1.0")
+
+
+def test_unreadable_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "x")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    for read in (inspect_model, lambda path: load_sdxl("toy", vae=path)):
+        with pytest.raises(ModelFileError, match="permission denied"):
+            read(tmp_path)
+
+
 def test_no_read_permission_is_said(toy_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: tests often run as root, who may read everything."""
 
