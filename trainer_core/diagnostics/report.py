@@ -194,7 +194,8 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return esc(f"{value:g}")
     if isinstance(value, list | tuple):
-        return "<br>".join(esc(item) for item in value) if value else '<span class="unset">none</span>'
+        joint = "<br>" if any(isinstance(item, str) for item in value) else ", "
+        return joint.join(esc(item) for item in value) if value else '<span class="unset">none</span>'
     return esc(value) if value != "" else '<span class="unset">empty</span>'
 
 

@@ -108,8 +108,7 @@ def _validation(data: ReportData) -> list[str]:
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return [f"The validation loss was {number(first['mean'])} at step {first['step']}."]
-    verb = "fell" if last["mean"] < first["mean"] else "rose"
-    text = f"The validation loss {verb} from {number(first['mean'])} to {number(last['mean'])}"
+    text = f"The validation loss {_movement(first['mean'], last['mean'])}"
     text += f" (step {first['step']} to {last['step']}, {plural(last['pictures'], 'picture')})."
     best = min(rows, key=lambda row: row["mean"])
     if last["mean"] > best["mean"] * (1 + _RISE) and best is not last:
@@ -118,6 +117,12 @@ def _validation(data: ReportData) -> list[str]:
         text += f" It was lowest {where} ({number(best['mean'])}) and is {rise:.0f} % higher at the end:"
         text += " the LoRA may be over-trained. Compare it with a file saved nearer to the lowest point."
     return [text]
+
+
+def _movement(first: float, last: float) -> str:
+    if number(first) == number(last):
+        return f"stayed at {number(first)}"
+    return f"{'fell' if last < first else 'rose'} from {number(first)} to {number(last)}"
 
 
 def _result(data: ReportData) -> str:
@@ -201,7 +206,7 @@ def _verdicts(data: ReportData) -> list[ProblemGroup]:
 
 
 _TOPICS = {
-    "settings": "Settings that were changed for you",
+    "settings": "Settings",
     "data": "The data set",
     "preview": "Previews",
     "validation": "Validation",

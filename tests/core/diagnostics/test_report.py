@@ -225,6 +225,16 @@ def test_losses_that_do_not_fall(make_run: MakeRun) -> None:
     assert "It was lowest at step 266 (0.15) and is 40 % higher at the end: the LoRA may be over-trained." in text
 
 
+def test_a_validation_loss_that_does_not_move(make_run: MakeRun) -> None:
+    run = make_run()
+    run.start()
+    run.validate((0.3, 0.30001))
+    run.finish()
+    assert "The validation loss stayed at 0.3 (step 0 to 60, 8 pictures)." in " ".join(
+        summary_sentences(read_run(run.path))
+    )
+
+
 def test_the_demos_score(make_run: MakeRun) -> None:
     run = make_run().whole()
     score = {"score_before": 0.11, "score_after": 0.953, "kept": 0.92, "word": "glorp", "samples": 64}
