@@ -12,6 +12,7 @@ import torch
 from trainer_core.config import ObjectiveConfig
 from trainer_core.draws import Draws
 from trainer_core.objective import (
+    NoisedBatch,
     NoiseSchedule,
     Objective,
     elementwise_loss,
@@ -53,6 +54,16 @@ def test_debiased_matches_golden(kind: str, suffix: str) -> None:
     close(snr_weight(ObjectiveConfig(debiased_estimation=True), schedule, T), GOLDEN[f"debiased_{suffix}"])
 
 
+def test_scale_v_like_noise_matches_golden() -> None:
+    config = ObjectiveConfig(scale_v_pred_loss_like_noise_pred=True)
+    close(snr_weight(config, NoiseSchedule(prediction_type="v"), T), GOLDEN["scale_v"])
+
+
+def test_v_like_loss_matches_golden() -> None:
+    config = ObjectiveConfig(v_pred_like_loss=0.1)
+    close(snr_weight(config, NoiseSchedule(prediction_type="epsilon"), T), GOLDEN["v_pred_like_0.1"])
+
+
 @pytest.mark.parametrize("kind", ["constant", "exponential", "snr"])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_huber_threshold_matches_golden(kind: str, scale: float) -> None:
@@ -77,8 +88,8 @@ def test_losses_match_golden(kind: str) -> None:
     close(loss.flatten(), GOLDEN[f"loss_{kind}"])
 
 
-def test_weights_are_finite_over_the_whole_range() -> None:
-    """Kind loss-weight: timestep 0 and 999, every prediction type and schedule."""
+def test_kind_loss_weight_is_finite_at_both_ends() -> None:
+    """Timestep 0 and 999, every prediction type and schedule."""
     ends = torch.tensor([0, 999])
     for kind in ("epsilon", "v"):
         for terminal in (False, True):
@@ -131,7 +142,9 @@ def test_input_perturbation_leaves_the_target_clean() -> None:
 def test_timesteps_respect_the_range() -> None:
     objective = make_objective(min_timestep=200, max_timestep=210)
     steps = objective.noised(torch.zeros(64, 1, 1, 1), Draws(0), 0, [f"{i}:0" for i in range(64)]).timesteps_B
-    assert int(steps.min()) >= 200 and int(steps.max()) < 210 and len(set(steps.tolist())) > 5
+    assert int(steps.min()) >= 200
+    assert int(steps.max()) < 210
+    assert len(set(steps.tolist())) > 5
 
 
 def test_mask_and_sample_weights() -> None:
@@ -145,6 +158,33 @@ def test_mask_and_sample_weights() -> None:
     by_hand = (noised.target_BCHW[:, :, :2].square().sum(dim=(1, 2, 3)) / 64.0) * torch.tensor([1.0, 2.0])
     torch.testing.assert_close(halves, by_hand)
     torch.testing.assert_close(full, noised.target_BCHW.square().mean(dim=(1, 2, 3)))
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "v"])
+@pytest.mark.parametrize("loss", ["l2", "l1", "huber", "smooth_l1"])
+def test_pipeline_order_equals_sd_scripts(kind: str, loss: str) -> None:
+    """elementwise loss -> mask -> mean over C, H, W -> sample weight (prior) -> SNR weights, in sd-scripts' order."""
+    own = {"v": {"scale_v_pred_loss_like_noise_pred": True}, "epsilon": {"v_pred_like_loss": 0.3}}[kind]
+    config = ObjectiveConfig(loss=loss, min_snr_gamma=5.0, debiased_estimation=True, **own)  # type: ignore[arg-type]
+    schedule = NoiseSchedule(prediction_type=kind)
+    generator = torch.Generator().manual_seed(4)
+    prediction, target = (torch.randn(3, 4, 6, 6, generator=generator) for _ in range(2))
+    timesteps, mask = torch.tensor([0, 250, 999]), torch.rand(3, 1, 6, 6, generator=generator)
+    weights = torch.tensor([1.0, 0.5, 2.0])
+    noised = NoisedBatch(noisy_BCHW=target, target_BCHW=target, timesteps_B=timesteps)
+    made = Objective(schedule, config, vae_scale=1.0).loss(prediction, noised, weights, mask)
+    for i, t in enumerate(timesteps.tolist()):
+        difference = (prediction[i] - target[i]).double()
+        snr = float(schedule.snr[t])
+        c = float((1 - 0.1) / (1 + (1 / snr) ** 0.5) ** 2 + 0.1)
+        shape = 2 * ((difference.square() + c * c).sqrt() - c)
+        each = {"l2": difference.square(), "l1": difference.abs(), "huber": c * shape, "smooth_l1": shape}[loss]
+        value = float((each * mask[i].double()).sum()) / each.numel() * float(weights[i])
+        capped = min(snr, 1000.0)
+        value *= min(snr, 5.0) / (snr + 1 if kind == "v" else snr)
+        value *= capped / (capped + 1) if kind == "v" else 1 + 0.3 * (capped + 1) / capped
+        value *= 1 / (capped + 1) if kind == "v" else capped**-0.5
+        assert float(made[i]) == pytest.approx(value, rel=2e-6)
 
 
 def test_multires_noise_is_normalised_per_sample() -> None:
