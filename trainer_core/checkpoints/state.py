@@ -35,14 +35,13 @@ class RunState:
     generation: int = 0
     passed_over: tuple[str, ...] = ()
 
-    def on_cpu(self, *, copy: bool = False) -> RunState:
-        """The same state with tensors on the CPU; with `copy` nothing that training changes is shared."""
+    def on_cpu(self) -> RunState:
+        """The same state with tensors on the CPU; those that are there already are shared."""
 
         def move(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {name: tensor.detach().to("cpu", copy=copy) for name, tensor in tensors.items()}
+            return {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
 
-        scalars = json.loads(encode(self.scalars, self.step))["scalars"] if copy else self.scalars
-        return RunState(move(self.adapter), move(self.optimizer), scalars, self.step, self.name, self.generation)
+        return RunState(move(self.adapter), move(self.optimizer), self.scalars, self.step, self.name, self.generation)
 
     def tensor_bytes(self) -> int:
         """Bytes of both tensor files, their headers rounded up."""

@@ -24,6 +24,7 @@ from ..runs.platform import DurableIO
 from . import manifest as names
 from . import tensor_file
 from .manifest import Damaged, FileEntry, Manifest, SavedCheckpoint
+from .retention import superfluous
 from .state import RunState, encode, non_finite, refuse_non_finite
 
 _SPARE_BYTES = 1 << 20
@@ -121,30 +122,28 @@ class CheckpointStore:
         self._mark_verified(path)
         return ""
 
-    def prune(self, keep_last: int, protect: Collection[str | int] = ()) -> list[str]:
-        """Delete all but the `keep_last` newest; returns the deleted names.
+    def prune(self, keep_last: int, protect: Collection[str | int] = (), *, milestone_every: int = 0) -> list[str]:
+        """Delete old checkpoints by the rule of `retention.superfluous`; returns the deleted names.
 
-        Never deleted: the one in use (resumed from), the newest verified one, and what `protect` names (names or
-        steps).
-        Damaged ones are left for a person to look at.
+        Never deleted: the newest, the newest verified one, the one in use (resumed from), and what `protect` names.
         """
-        good = [saved for saved in names.scan(self.folder) if not saved.problem]
-        keep = {saved.name for saved in good[: max(1, keep_last)]}
-        keep |= {
-            saved.name for saved in good if saved.name in protect or saved.step in protect or saved.name == self.in_use
-        }
-        keep |= {saved.name for saved in [saved for saved in good if saved.verified][:1]}
+        unwanted = superfluous(
+            names.scan(self.folder),
+            keep_last=keep_last,
+            protect=protect,
+            in_use=self.in_use,
+            milestone_every=milestone_every,
+        )
         deleted: list[str] = []
-        for saved in reversed(good):
-            if saved.name not in keep:
-                trash = self.folder / f"{names.TRASH}{saved.name}-{uuid.uuid4().hex[:8]}"
-                try:
-                    self._io.rename(saved.path, trash)
-                    self._remove(trash)
-                except OSError as error:  # too many checkpoints are no reason to end a run
-                    log.warning("the old checkpoint %s cannot be deleted: %s", saved.name, error.strerror)
-                    continue
-                deleted.append(saved.name)
+        for name in unwanted:
+            trash = self.folder / f"{names.TRASH}{name}-{uuid.uuid4().hex[:8]}"
+            try:
+                self._io.rename(self.folder / name, trash)
+                self._remove(trash)
+            except OSError as error:  # too many checkpoints are no reason to end a run
+                log.warning("the old checkpoint %s cannot be deleted: %s", name, error.strerror)
+                continue
+            deleted.append(name)
         return deleted
 
     def sweep(self) -> list[str]:

@@ -272,13 +272,3 @@ def test_leftovers_are_swept_by_the_first_save(tmp_path: Path) -> None:
     assert store.list() == []
     store.save(state(6), 6)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
-
-
-def test_a_snapshot_shares_nothing_with_training() -> None:
-    live = state(4)
-    snapshot = live.on_cpu(copy=True)
-    live.adapter["unet.a.alpha"].add_(1.0)
-    live.optimizer["unet.a.lora_up.weight.exp_avg"].zero_()
-    live.scalars["history"].append("later")
-    snapshot.step = 4
-    assert_state(snapshot, 4)

@@ -113,8 +113,9 @@ def test_everything_that_is_recorded_reads_back(tmp_path: Path) -> None:
         assert [event["type"] for event in view.events(after_seq=9)] == ["Warned", "RunFinished"]
         summary = view.summary()
         wanted = {
-            "status": "finished", "total_steps": 10, "parts": ["unet", "te1"], "step": 3, "applied": 3, "loss_avg": 0.25,
-            "best_validation": 0.4, "best_validation_step": 3, "warnings": 1, "lora": "x.safetensors", "pictures": 4,
+            "status": "finished", "total_steps": 10, "parts": ["unet", "te1"], "step": 3, "applied": 3,
+            "loss_avg": 0.25, "best_validation": 0.4, "best_validation_step": 3, "warnings": 1,
+            "lora": "x.safetensors", "pictures": 4,
         }  # fmt: skip
         assert {key: summary[key] for key in wanted} == wanted
         assert view.meta()["pack_version"]
@@ -357,7 +358,8 @@ def test_health_rows_and_checkpoint_states(tmp_path: Path) -> None:
     database.set_meta(final_lora="x.safetensors")
     with open_readonly(tmp_path / "run.db") as view:
         assert view.health() == [
-            {"step": 2, "module": "unet.a", "data": {"norm": 0.5}}, {"step": 2, "module": "unet.b", "data": {"norm": 1.5}},
+            {"step": 2, "module": "unet.a", "data": {"norm": 0.5}},
+            {"step": 2, "module": "unet.b", "data": {"norm": 1.5}},
         ]  # fmt: skip
         assert view.checkpoints()[0]["state"] == "verified"
         assert view.meta()["final_lora"] == "x.safetensors"

@@ -91,9 +91,9 @@ def test_it_gives_up_after_three_restarts_without_progress(tmp_path: Path) -> No
 
 
 def test_progress_resets_the_count(tmp_path: Path) -> None:
-    folder, follower = make_run(tmp_path, kind="die", times=6, saves=True), Follower("never")
+    folder, follower = make_run(tmp_path, kind="die", times=4, saves=True), Follower("never")
     outcome = follow(folder, follower)
-    assert (outcome.status, outcome.restarts) == ("finished", 6)
+    assert (outcome.status, outcome.restarts) == ("finished", 4)
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
