@@ -27,7 +27,11 @@ from benchmarks.measure import store_result  # noqa: E402
 
 # A rank that no other width of the model has, so that rank-sized activations can be told apart by their shape.
 RANK = 11
-SMOKE = {"block_out_channels": (64, 128, 256), "attention_head_dim": (1, 2, 4), "transformer_layers_per_block": (1, 2, 4)}
+SMOKE = {
+    "block_out_channels": (64, 128, 256),
+    "attention_head_dim": (1, 2, 4),
+    "transformer_layers_per_block": (1, 2, 4),
+}
 # PEFT's suffixes for kohya's linear set (kohya.md 2.3).
 SUFFIXES = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"]
 
@@ -100,7 +104,9 @@ def saved_bytes(unet: Any, latent: int) -> tuple[int, int]:
             kept[id_of(tensor)] = tensor
         return tensor
 
-    config = unet.config if hasattr(unet, "config") and hasattr(unet.config, "in_channels") else unet.base_model.model.config
+    config = (
+        unet.config if hasattr(unet, "config") and hasattr(unet.config, "in_channels") else unet.base_model.model.config
+    )
     pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     noisy = torch.zeros(1, config.in_channels, latent, latent, device=device, dtype=torch.bfloat16, requires_grad=True)
     context = torch.zeros(1, 77, config.cross_attention_dim, device=device, dtype=torch.bfloat16)
@@ -108,7 +114,10 @@ def saved_bytes(unet: Any, latent: int) -> tuple[int, int]:
         "text_embeds": torch.zeros(1, pooled, device=device, dtype=torch.bfloat16),
         "time_ids": torch.zeros(1, 6, device=device),
     }
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast(device.type, torch.bfloat16):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast(device.type, torch.bfloat16),
+    ):
         output = unet(
             noisy, torch.tensor([500], device=device), encoder_hidden_states=context, added_cond_kwargs=conditions
         ).sample

@@ -33,6 +33,7 @@ _SUFFIXES: tuple[tuple[str, str], ...] = (
     (".lora_up.weight", ".lora_up.weight"),
     (".lora_A.weight", ".lora_down.weight"),
     (".lora_B.weight", ".lora_up.weight"),
+    ("_lora.alpha", ".alpha"),
     (".alpha", ".alpha"),
 )
 

@@ -17,7 +17,7 @@ BLOCK_COUNT = 23
 
 _ATTENTION = re.compile(r"\.(attn1|attn2|self_attn)\.(?:to_)?(q|k|v|out)(?:_proj|\.0)?$")
 _TIME = re.compile(r"(?:time_emb_proj|(?:time|add)_embedding\.linear_[12])$")
-_SGM_NAME = re.compile(r"lora_unet_(input_blocks|middle_block|output_blocks)_(\d+)_(\d+)")
+_SGM_NAME = re.compile(r"lora_unet_(input_blocks|middle_block|output_blocks)_(\d+)_")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from ..errors import AdapterError
 from .dropout import DropoutDraws, DropoutRates, apply_masks, draw_masks
+from .input_recompute import RecomputedLinear, Source, source_of
 from .targets import Target
 
 
@@ -124,22 +125,28 @@ class LoraModule(nn.Module):
         assert self._base_forward is not None, "the adapter is not attached"
         if self.multiplier == 0.0:
             return self._base_forward(x)
+        source = source_of(x)
         x = x.to(compute_dtype(x))
-        return self._base_forward(x) + self.delta(x)
+        return self._base_forward(x) + self.delta(x, source)
 
-    def delta(self, x: torch.Tensor) -> torch.Tensor:
-        """What the adapter adds to the base layer's output, in the type of `x`."""
-        hidden = self._down(x)
+    def delta(self, x: torch.Tensor, source: Source | None = None) -> torch.Tensor:
+        """What the adapter adds to the base layer's output, in the type of `x`.
+
+        `source` says how `x` can be computed again, so that it need not be kept for the backward pass.
+        """
+        hidden = self._down(x, source)
         scale = self.multiplier * self.scale
         if self.training and self.rates.any:
             hidden = self._dropped(hidden)
         return self._up(hidden * scale if scale != 1.0 else hidden)
 
-    def _down(self, x: torch.Tensor) -> torch.Tensor:
+    def _down(self, x: torch.Tensor, source: Source | None) -> torch.Tensor:
         weight = self.lora_down.weight.to(x.dtype)
         base = self.base
         if isinstance(base, nn.Conv2d):
             return functional.conv2d(x, weight, None, base.stride, base.padding, base.dilation)
+        if source is not None and weight.requires_grad:
+            return RecomputedLinear.apply(x, weight, source.tensor, source.function)  # type: ignore[no-any-return]
         return functional.linear(x, weight)
 
     def _up(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,11 @@ from ..draws import Draws
 from ..errors import AdapterError
 from .dropout import DropoutDraws, DropoutRates
 from .initial import keyed_down
+from .input_recompute import InputSources
 from .lora import DropoutContext, LoraModule
 from .max_norm import MaxNormResult, apply_max_norm
 from .selection import Selected, select_targets
+from .targets import part_root
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
@@ -28,12 +30,20 @@ LAYER_KEYS = ("alpha", "lora_down.weight", "lora_up.weight")
 class LoraNetwork:
     """Adapters of the parts that are trained. Made by `create_network`; attached until `detach`."""
 
-    def __init__(self, modules: Sequence[LoraModule], context: DropoutContext | None = None) -> None:
+    def __init__(
+        self,
+        modules: Sequence[LoraModule],
+        context: DropoutContext | None = None,
+        roots: Sequence[nn.Module] = (),
+    ) -> None:
         self.modules: dict[str, LoraModule] = {module.name: module for module in modules}
         if len(self.modules) != len(modules):
             raise AdapterError("Two layers of the model would get the same name in the LoRA file.")
         self._context = context or DropoutContext()
         self._container = nn.ModuleDict(self.modules)
+        # Where inputs of adapted layers can be computed again instead of kept (see input_recompute.py).
+        self._roots = list(roots)
+        self._sources: InputSources | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -96,11 +106,16 @@ class LoraNetwork:
         """Put all adapters on their layers. Does nothing where they already are."""
         for module in self.modules.values():
             module.attach()
+        if self._roots and self._sources is None:
+            self._sources = InputSources(self._roots)
 
     def detach(self) -> None:
         """Take all adapters off; the base model is then as it was, bit for bit."""
         for module in self.modules.values():
             module.detach()
+        if self._sources is not None:
+            self._sources.remove()
+            self._sources = None
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -168,7 +183,8 @@ def create_network(model: SDXLModel, config: LoraConfig, *, trained_parts: Seque
     # ComfyUI runs nodes under inference mode, in which new tensors could never be trained.
     with torch.inference_mode(False):
         modules = [_create_module(one, config, context) for one in select_targets(model, config, trained_parts)]
-        network = LoraNetwork(modules, context)
+        roots = [part_root(model, part) for part in dict.fromkeys(module.part for module in modules)]
+        network = LoraNetwork(modules, context, roots)
         initialise(network, seed)
     network.train()
     network.attach()

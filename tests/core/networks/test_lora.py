@@ -259,3 +259,62 @@ def test_network_can_be_made_and_trained_inside_inference_mode(micro_folder: obj
     own.denoise(*unet_inputs(own)).square().mean().backward()
     assert all(p.grad is not None for p in network.parameters_of("unet").values())
     assert len(state) == 3 * len(network.modules)
+
+
+def gradients_with(model: SDXLModel, recompute: bool) -> dict[str, torch.Tensor]:
+    network = randomise(full_network(model))
+    if not recompute:
+        assert network._sources is not None
+        network._sources.remove()
+    text = encode_captions(model, ["a red square", "two"])
+    noisy, timesteps, _, _, ids = unet_inputs(model)
+    model.denoise(noisy, timesteps, text.context_BTD, text.pooled_BD, ids).square().mean().backward()
+    network.detach()
+    return {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+
+
+def test_recomputed_inputs_give_the_same_gradients(model: SDXLModel) -> None:
+    plain, ours = gradients_with(model, recompute=False), gradients_with(model, recompute=True)
+    assert plain.keys() == ours.keys()
+    assert len(ours) > 500
+    for name, gradient in plain.items():
+        assert (gradient - ours[name]).norm() <= 1e-5 * gradient.norm() + 1e-12, name
+
+
+def kept_bytes(model: SDXLModel) -> int:
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model.denoise(*unet_inputs(model, batch=2, side=16))
+    del output
+    return sum(kept.values())
+
+
+def test_inputs_of_adapted_layers_are_not_kept(model: SDXLModel) -> None:
+    network = randomise(full_network(model, conv_rank=0, rank=1, alpha=1.0))
+    with_sources = kept_bytes(model)
+    assert network._sources is not None
+    network._sources.remove()
+    without = kept_bytes(model)
+    network.detach()
+    assert with_sources < 0.85 * without
+    assert not any(module._forward_hooks for root in model.parts.values() for module in root.modules())
+
+
+def test_under_checkpointing_nothing_is_noted_for_recomputation(model: SDXLModel) -> None:
+    network = randomise(full_network(model))
+    norm = model.unet.down_blocks[1].attentions[0].transformer_blocks[0].norm1
+    seen: list[bool] = []
+    handle = norm.register_forward_hook(lambda m, i, o: seen.append(hasattr(o, "_safe_scaler_source")))
+    model.denoise(*unet_inputs(model))
+    model.set_gradient_checkpointing(True)
+    model.denoise(*unet_inputs(model))
+    model.set_gradient_checkpointing(False)
+    handle.remove()
+    network.detach()
+    assert seen == [True, False]
