@@ -62,13 +62,12 @@ def _optimizer(config: TrainConfig) -> Found:
         why = f"needs the library {kind.package}, which is not installed"
         yield Problem("optimizer.type", optimizer.type, why, f"Install it: {command}")
         return
-    yield from _looked_at(*_look(config, kind))[0]
+    refused = list(_adafactor(optimizer, kind)) if kind.name == "adafactor" else []
+    yield from refused or _looked_at(*_look(config, kind))[0]
     if kind.rate_free:
         yield from _rate_free(config, kind)
     if kind.schedule_free:
         yield from _schedule_free(config, kind)
-    if kind.name == "adafactor":
-        yield from _adafactor(optimizer, kind)
 
 
 def _look(config: TrainConfig, kind: OptimizerKind) -> tuple[OptimizerConfig, str]:

@@ -38,7 +38,8 @@ def test_kind_loss_scale_no_scaler_without_fp16(compute: str) -> None:
     weight, optimizer, precision = make(compute)
     precision.backward(weight.square().sum().view(1), 1)
     reading = precision.read(optimizer)
-    assert not precision.scaled and reading.loss_scale == 1.0
+    assert not precision.scaled
+    assert reading.loss_scale == 1.0
     assert reading.grad_norm == pytest.approx(2 * math.sqrt(14), rel=1e-6)
 
 
@@ -102,7 +103,8 @@ def test_rejected_step_leaves_everything_untouched() -> None:
     assert bad_samples(reading, ["a.png"]) == ("a.png",)
     precision.reject(optimizer, verdict, reading)
     after, after_counts = optimizer_state(optimizer)
-    assert torch.equal(weight, before) and after_counts == counts
+    assert torch.equal(weight, before)
+    assert after_counts == counts
     assert all(torch.equal(after[name], moments[name]) for name in moments)
     assert precision.state_dict()["scaler"]["scale"] == 64.0
     assert step(weight, optimizer, precision) == "apply"
@@ -126,7 +128,8 @@ def test_kind_loss_scale_halts_after_rejected_steps_in_a_row() -> None:
     before = weight.detach().clone()
     actions = [step(weight, optimizer, precision, scale=float("inf")) for _ in range(8)]
     assert actions == ["reject"] * 7 + ["halt"]
-    assert torch.equal(weight, before) and not optimizer.state
+    assert torch.equal(weight, before)
+    assert not optimizer.state
 
 
 def test_clipping_uses_the_measured_norm() -> None:
@@ -155,7 +158,8 @@ def test_optimizer_state_round_trip_by_name() -> None:
     with torch.no_grad():
         other.copy_(weight)
     load_optimizer_state(fresh, tensors, numbers)
-    assert float(tensors["step/w"]) == 3.0 and numbers["shapes"] == {"w": [3]}
+    assert float(tensors["step/w"]) == 3.0
+    assert numbers["shapes"] == {"w": [3]}
     assert fresh.param_groups[0]["lr"] == 0.1
     step(weight, optimizer, precision)
     step(other, fresh, precision)

@@ -8,36 +8,98 @@ from pathlib import Path
 import pytest
 
 from trainer_core.config import ScheduleConfig
-from trainer_core.optim import learning_rate_factor
+from trainer_core.optim import learning_rate_factor, schedule_problem
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "fixtures" / "kohya_golden.json").read_text(encoding="utf-8"))["lr"]
 
+#: The golden numbers were made with rate 1, cycles 2, power 2, smallest share 0.1 and a decay of 5 steps.
+CONFIGS = {
+    "constant": ScheduleConfig(),
+    "constant_with_warmup": ScheduleConfig(type="constant_with_warmup", warmup_steps=4),
+    "linear": ScheduleConfig(type="linear", warmup_steps=4),
+    "cosine": ScheduleConfig(type="cosine", warmup_steps=0.2),
+    "cosine_with_restarts": ScheduleConfig(type="cosine_with_restarts", warmup_steps=4, cycles=2),
+    # Theirs ends at the absolute rate 1e-7, which at rate 1 is a share of 1e-7.
+    "polynomial": ScheduleConfig(type="polynomial", warmup_steps=4, power=2.0, min_lr_ratio=1e-7),
+    "inverse_sqrt": ScheduleConfig(type="inverse_sqrt", warmup_steps=4),
+    "cosine_with_min_lr": ScheduleConfig(type="cosine_with_min_lr", warmup_steps=4, cycles=2, min_lr_ratio=0.1),
+    "warmup_stable_decay": ScheduleConfig(
+        type="warmup_stable_decay", warmup_steps=4, decay_steps=0.25, cycles=2, min_lr_ratio=0.1
+    ),
+}
+
+
+def test_every_golden_schedule_is_tested() -> None:
+    assert set(CONFIGS) == set(GOLDEN)
+    assert len(GOLDEN) == 9
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_matches_golden(name: str) -> None:
+    factors = [learning_rate_factor(CONFIGS[name], applied, 20) for applied in range(20)]
+    assert factors == pytest.approx(GOLDEN[name], abs=1e-9)
+
+
+def test_constant_with_warmup_and_constant_are_one_schedule() -> None:
+    """sd-scripts refuses warm-up with constant; here both names mean the same."""
+    factors = [learning_rate_factor(ScheduleConfig(warmup_steps=4), applied, 20) for applied in range(20)]
+    assert factors == GOLDEN["constant_with_warmup"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kind_resume_schedule_stays_at_its_end(name: str) -> None:
+    """B15: past the planned end the rate neither climbs nor jumps; an extended plan is that plan from its start."""
+    config = CONFIGS[name]
+    ended = {learning_rate_factor(config, applied, 20) for applied in range(20, 45)}
+    assert len(ended) == 1
+    before, end = learning_rate_factor(config, 19, 20), ended.pop()
+    assert abs(end - before) < 0.35
+    fresh = [learning_rate_factor(config, applied, 40) for applied in range(20, 40)]
+    assert fresh == [learning_rate_factor(config, applied, 40) for applied in range(20, 40)]
+    assert end <= 1.0
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial", "cosine_with_min_lr"])
+def test_decay_ends_at_the_smallest_share(kind: str) -> None:
+    config = ScheduleConfig(type=kind, min_lr_ratio=0.1)
+    assert learning_rate_factor(config, 10, 10) == pytest.approx(0.1)
+    factors = [learning_rate_factor(config, applied, 20) for applied in range(21)]
+    assert all(later <= earlier for earlier, later in zip(factors, factors[1:], strict=False))
+
+
+def test_warmup_stable_decay_holds_and_then_falls() -> None:
+    config = ScheduleConfig(type="warmup_stable_decay", warmup_steps=2, decay_steps=4)
+    factors = [learning_rate_factor(config, applied, 10) for applied in range(11)]
+    assert factors[:7] == [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert factors[8] == pytest.approx(0.5)
+    assert factors[10] == 0.0
+
 
 @pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("constant", ScheduleConfig()),
-        ("constant_with_warmup", ScheduleConfig(warmup_steps=4)),
-        ("linear", ScheduleConfig(type="linear", warmup_steps=4)),
-        ("cosine", ScheduleConfig(type="cosine", warmup_steps=0.2)),
-        ("cosine_with_restarts", ScheduleConfig(type="cosine_with_restarts", warmup_steps=4, cycles=2)),
-    ],
+    ("warmup", "total", "length"), [(4, 20, 4), (0.2, 20, 4), (0.15, 20, 3), (0.04, 20, 0), (1, 20, 1), (0.999, 20, 19)]
 )
-def test_matches_golden(name: str, config: ScheduleConfig) -> None:
-    factors = [learning_rate_factor(config, applied, 20) for applied in range(20)]
-    assert factors == pytest.approx(GOLDEN[name], abs=1e-7)
+def test_steps_and_shares(warmup: float, total: int, length: int) -> None:
+    config = ScheduleConfig(warmup_steps=warmup)
+    factors = [learning_rate_factor(config, applied, total) for applied in range(total)]
+    assert sum(factor < 1 for factor in factors) == length
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "cosine_with_restarts"])
-def test_kind_resume_schedule_stays_at_its_end(kind: str) -> None:
-    """B15: past the planned end the rate neither climbs nor jumps; extending the plan gives schedule(step, 20)."""
-    config = ScheduleConfig(type=kind, min_lr_ratio=0.1)
-    ended = {learning_rate_factor(config, applied, 10) for applied in range(10, 25)}
-    assert len(ended) == 1 and ended.pop() == pytest.approx(1.0 if kind == "constant" else 0.1)
-    extended = [learning_rate_factor(config, applied, 20) for applied in range(10, 20)]
-    assert all(later <= earlier for earlier, later in zip(extended, extended[1:], strict=False))
+def test_inverse_sqrt_timescale() -> None:
+    config = ScheduleConfig(type="inverse_sqrt", timescale=9)
+    assert learning_rate_factor(config, 0, 100) == 1.0
+    assert learning_rate_factor(config, 27, 100) == pytest.approx(0.5)
+    without = ScheduleConfig(type="inverse_sqrt")
+    assert learning_rate_factor(without, 100, 1000) == pytest.approx((1.01) ** -0.5)
 
 
-def test_warmup_starts_at_zero_and_reaches_one() -> None:
-    config = ScheduleConfig(type="linear", warmup_steps=2)
-    assert [learning_rate_factor(config, applied, 8) for applied in (0, 1, 2)] == [0.0, 0.5, 1.0]
+def test_kind_step_count_warmup_longer_than_the_run_is_told_with_both_numbers() -> None:
+    """B69: 50 steps of warm-up in a run of 6."""
+    trouble = schedule_problem(ScheduleConfig(warmup_steps=50), 6)
+    assert trouble is not None
+    assert "50" in trouble
+    assert "6 steps" in trouble
+    decay = schedule_problem(ScheduleConfig(type="warmup_stable_decay", warmup_steps=4, decay_steps=8), 10)
+    assert decay is not None
+    assert "warm-up (4) and decay (8)" in decay
+    assert schedule_problem(ScheduleConfig(type="warmup_stable_decay", warmup_steps=2, decay_steps=8), 10) is None
+    assert schedule_problem(ScheduleConfig(warmup_steps=1), 1) is None
