@@ -81,6 +81,15 @@ class LoraConfig:
     targets: tuple[str, ...] = option(
         (), "rules such as 'IN07-IN08 cross rank=32 alpha=16 lr=0.5'; rank=0 leaves layers out", advanced=True
     )
+    init: str = option(
+        "default",
+        "first weights: random down and zero up, or the base weight's principal part (PiSSA; the file has twice the rank)",
+        choices=("default", "pissa"),
+        advanced=True,
+    )
+    clamp: float = option(
+        0.0, "limit of an adapter's output while training, 0 = off; files cannot hold it", min=0.0, advanced=True
+    )
     rs_lora: bool = option(False, "scale by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)", advanced=True)
     block_dims: str = option("", "kohya's ranks of the 23 UNet blocks, with commas", advanced=True)
     block_alphas: str = option("", "kohya's alphas of the 23 UNet blocks", advanced=True)

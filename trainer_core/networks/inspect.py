@@ -135,13 +135,6 @@ def inspect_lora(path: str | Path) -> LoraInspection:
     )
 
 
-def change_norm(file: LoraFile, name: str) -> float:
-    """Frobenius norm of scale * up @ down, from the small matrices: |UD|^2 = sum(U'U * DD')."""
-    down, up = (file.state[name + key].double().flatten(1) for key in (DOWN, UP))
-    squared = float(((up.T @ up) * (down @ down.T)).sum())
-    return abs(file.alphas[name] / file.ranks[name]) * max(squared, 0.0) ** 0.5
-
-
 def _part_summary(file: LoraFile, part: str, changed: set[str]) -> PartSummary:
     names = [name for name in file.ranks if part_of_name(name) == part]
     scales = file.scales
@@ -165,7 +158,7 @@ def _block_summaries(file: LoraFile, changed: set[str]) -> tuple[BlockSummary, .
             block=block,
             modules=len(names),
             changed=sum(1 for name in names if name in changed),
-            norm=sum(change_norm(file, name) ** 2 for name in names) ** 0.5,
+            norm=sum(file.change_norm(name) ** 2 for name in names) ** 0.5,
         )
         for (part, block), names in sorted(groups.items(), key=lambda item: _block_order(item[0]))
     )

@@ -11,7 +11,7 @@ Shape letters: B rows, T tokens, D features, C channels, H W, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,10 @@ class LoraModule(nn.Module):
     """
 
     alpha: torch.Tensor
+    subtracted_down: torch.Tensor | None
+    subtracted_up: torch.Tensor | None
+    clamped: torch.Tensor
+    seen: torch.Tensor
 
     def __init__(
         self,
@@ -72,6 +76,12 @@ class LoraModule(nn.Module):
         self.lora_up = AdapterWeight(up_shape, base.weight.device)
         self.register_buffer("alpha", torch.tensor(float(alpha), dtype=torch.float32))
         self.scale = float(alpha) / rank
+        self.register_buffer("subtracted_down", None)
+        self.register_buffer("subtracted_up", None)
+        # Limit on the adapter's output, 0 = off; counts of outputs beyond it, read by `clamp_rate`.
+        self.clamp = 0.0
+        self.register_buffer("clamped", torch.zeros((), device=base.weight.device), persistent=False)
+        self.register_buffer("seen", torch.zeros((), device=base.weight.device), persistent=False)
         self._context = context or DropoutContext()
         # In a tuple so that the base is not registered as a child: it is not ours to save, move or train.
         self._base = (base,)
@@ -91,6 +101,43 @@ class LoraModule(nn.Module):
         """Change alpha and with it the scale."""
         self.alpha.fill_(alpha)
         self.scale = float(alpha) / self.rank
+
+    def subtract(self, down: torch.Tensor, up: torch.Tensor) -> None:
+        """From now on subtract scale * up @ down, so that the adapter may begin with weights that are not zero."""
+        self.subtracted_down = down.detach().clone()
+        self.subtracted_up = up.detach().clone()
+
+    @property
+    def down_weight(self) -> torch.Tensor:
+        """`lora_down` as a file holds it: with the subtracted part as further ranks."""
+        own = self.lora_down.weight
+        return own if self.subtracted_down is None else torch.cat([own, self.subtracted_down])
+
+    @property
+    def up_weight(self) -> torch.Tensor:
+        """`lora_up` as a file holds it."""
+        own = self.lora_up.weight
+        return own if self.subtracted_up is None else torch.cat([own, -self.subtracted_up], dim=1)
+
+    def export_tensors(self) -> dict[str, torch.Tensor]:
+        """What a file holds for this layer, in kohya's order. The scale alpha / rank is the same with further ranks."""
+        down = self.down_weight
+        alpha = self.alpha if self.subtracted_down is None else torch.tensor(self.scale * down.shape[0])
+        return {"alpha": alpha, "lora_down.weight": down, "lora_up.weight": self.up_weight}
+
+    @torch.no_grad()
+    def import_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The inverse of `export_tensors`; keys may be missing."""
+        if (down := tensors.get("lora_down.weight")) is not None:
+            self.lora_down.weight.copy_(down[: self.rank])
+            if self.subtracted_down is not None:
+                self.subtracted_down.copy_(down[self.rank :])
+        if (up := tensors.get("lora_up.weight")) is not None:
+            self.lora_up.weight.copy_(up[:, : self.rank])
+            if self.subtracted_up is not None:
+                self.subtracted_up.copy_(-up[:, self.rank :])
+        if (alpha := tensors.get("alpha")) is not None:
+            self.set_alpha(float(alpha) / down_ranks(self) * self.rank)
 
     def attach(self) -> None:
         """Take over the base layer's forward."""
@@ -138,10 +185,17 @@ class LoraModule(nn.Module):
         scale = self.multiplier * self.scale
         if self.training and self.rates.any:
             hidden = self._dropped(hidden)
-        return self._up(hidden * scale if scale != 1.0 else hidden)
+        delta = self._up(hidden * scale if scale != 1.0 else hidden)
+        return self._limited(delta) if self.clamp > 0 else delta
+
+    def _limited(self, delta: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.clamped += (delta.detach().abs() > self.clamp).sum()
+            self.seen += delta.numel()
+        return delta.clamp(-self.clamp, self.clamp)
 
     def _down(self, x: torch.Tensor, source: Source | None) -> torch.Tensor:
-        weight = self.lora_down.weight.to(x.dtype)
+        weight = self.down_weight.to(x.dtype)
         base = self.base
         if isinstance(base, nn.Conv2d):
             return functional.conv2d(x, weight, None, base.stride, base.padding, base.dilation)
@@ -150,7 +204,7 @@ class LoraModule(nn.Module):
         return functional.linear(x, weight)
 
     def _up(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.lora_up.weight.to(hidden.dtype)
+        weight = self.up_weight.to(hidden.dtype)
         return functional.conv2d(hidden, weight) if weight.dim() == 4 else functional.linear(hidden, weight)
 
     def _dropped(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -164,8 +218,13 @@ class LoraModule(nn.Module):
 
     def delta_weight(self) -> torch.Tensor:
         """The change of the base weight at multiplier 1, scale * up @ down, float32 in the base weight's shape."""
-        down, up = self.lora_down.weight, self.lora_up.weight
+        down, up = self.down_weight, self.up_weight
         return (self.scale * (up.flatten(1) @ down.flatten(1))).view(self.base.weight.shape)
+
+
+def down_ranks(module: LoraModule) -> int:
+    """Ranks of a module in a file: twice its own where it subtracts what it began with."""
+    return module.rank * (1 if module.subtracted_down is None else 2)
 
 
 def factor_shapes(base: nn.Module, rank: int, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

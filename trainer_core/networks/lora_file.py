@@ -15,6 +15,9 @@ from .foreign_files import describe_keys, seems_to_be
 from .key_families import KohyaTensors, is_lora_key, to_kohya
 from .naming import is_sdxl_place, part_of_name
 
+_CANCELLED = 1e-7
+"""A change below this share of its factors' norms is rounding."""
+
 DOWN, UP, ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
 
 
@@ -39,6 +42,20 @@ class LoraFile:
     def scales(self) -> dict[str, float]:
         """What up @ down is multiplied with, by module: alpha / rank."""
         return {name: self.alphas[name] / rank for name, rank in self.ranks.items()}
+
+    def change_norm(self, name: str) -> float:
+        """Frobenius norm of scale * up @ down, from the small matrices in float64: |UD|^2 = sum(U'U * DD')."""
+        down, up = (self.state[name + key].double().flatten(1) for key in (DOWN, UP))
+        squared = float(((up.T @ up) * (down @ down.T)).sum())
+        return abs(self.alphas[name] / self.ranks[name]) * max(squared, 0.0) ** 0.5
+
+    def changes(self, name: str) -> bool:
+        """Whether a module changes anything: not with zero weights or alpha, nor where the ranks cancel out (PiSSA)."""
+        down, up = self.state[name + DOWN], self.state[name + UP]
+        if not up.any() or not down.any() or self.alphas[name] == 0:
+            return False
+        size = abs(self.alphas[name] / self.ranks[name]) * float(up.double().norm()) * float(down.double().norm())
+        return self.change_norm(name) > _CANCELLED * size
 
     @property
     def parts(self) -> tuple[str, ...]:

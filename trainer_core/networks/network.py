@@ -11,12 +11,13 @@ from torch import nn
 
 from ..config import LoraConfig
 from ..draws import Draws
-from ..errors import AdapterError
+from ..errors import AdapterError, ConfigError, Problem
 from .dropout import DropoutDraws, DropoutRates
 from .initial import keyed_down
 from .input_recompute import InputSources
 from .lora import DropoutContext, LoraModule
 from .max_norm import MaxNormResult, apply_max_norm
+from .pissa import initialise_pissa
 from .selection import Selected, select_targets
 from .targets import part_root
 
@@ -130,14 +131,26 @@ class LoraNetwork:
         """Scale adapters down whose weight change is larger than `limit` (see `max_norm.py`)."""
         return apply_max_norm(self.modules.values(), limit)
 
+    def clamp_rate(self) -> float | None:
+        """Share of adapter outputs that the clamp cut since the last call; None when the clamp is off or saw nothing.
+        Reads the device once."""
+        clamped = [module for module in self.modules.values() if module.clamp > 0]
+        if not clamped:
+            return None
+        counts = torch.stack([torch.stack([module.clamped, module.seen]) for module in clamped]).double().sum(0)
+        beyond, seen = counts.tolist()
+        for module in clamped:
+            module.clamped.zero_()
+            module.seen.zero_()
+        return beyond / seen if seen else None
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of all tensors under kohya's keys, float32 on the CPU, alpha as 0-dim tensors."""
-        state: dict[str, torch.Tensor] = {}
-        for name, module in self.modules.items():
-            tensors = module.state_dict()
-            for key in LAYER_KEYS:
-                state[f"{name}.{key}"] = tensors[key].detach().to("cpu", torch.float32, copy=True)
-        return state
+        return {
+            f"{name}.{key}": value.detach().to("cpu", torch.float32, copy=True)
+            for name, module in self.modules.items()
+            for key, value in module.export_tensors().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take over weights and alphas (the scale follows alpha).
@@ -150,21 +163,19 @@ class LoraNetwork:
         if strict and (missing or unknown):
             raise AdapterError(_mismatch_text(missing, unknown, len(wanted)))
         self._check_shapes(state)
-        with torch.no_grad():
-            for name, module in self.modules.items():
-                for key, parameter in module.named_parameters():
-                    if (value := state.get(f"{name}.{key}")) is not None:
-                        parameter.copy_(value)
-                if (alpha := state.get(f"{name}.alpha")) is not None:
-                    module.set_alpha(float(alpha))
+        for name, module in self.modules.items():
+            own = {key: state[f"{name}.{key}"] for key in LAYER_KEYS if f"{name}.{key}" in state}
+            module.import_tensors(own)
 
     def _check_shapes(self, state: Mapping[str, torch.Tensor]) -> None:
-        for key, parameter in self.named_parameters():
-            if key in state and state[key].shape != parameter.shape:
-                raise AdapterError(
-                    f"'{key}' has the shape {tuple(state[key].shape)}, the network needs {tuple(parameter.shape)}. "
-                    "The weights were made with another rank or for another model."
-                )
+        for name, module in self.modules.items():
+            for short, own in module.export_tensors().items():
+                key = f"{name}.{short}"
+                if key in state and short != "alpha" and state[key].shape != own.shape:
+                    raise AdapterError(
+                        f"'{key}' has the shape {tuple(state[key].shape)}, the network needs {tuple(own.shape)}. "
+                        "The weights were made with another rank or for another model."
+                    )
 
 
 def create_network(model: SDXLModel, config: LoraConfig, *, trained_parts: Sequence[str], seed: int) -> LoraNetwork:
@@ -177,6 +188,7 @@ def create_network(model: SDXLModel, config: LoraConfig, *, trained_parts: Seque
         ConfigError: a target rule cannot be read or matches nothing.
         AdapterError: a part that was asked for has no layer that can be adapted, or nothing is left to train.
     """
+    _refuse_combinations(config)
     context = DropoutContext()
     for root in (model.unet, *model.text_encoders):
         root.requires_grad_(False)
@@ -186,9 +198,25 @@ def create_network(model: SDXLModel, config: LoraConfig, *, trained_parts: Seque
         roots = [part_root(model, part) for part in dict.fromkeys(module.part for module in modules)]
         network = LoraNetwork(modules, context, roots)
         initialise(network, seed)
+        if config.init == "pissa":
+            initialise_pissa(network.modules.values(), seed)
     network.train()
     network.attach()
     return network
+
+
+def _refuse_combinations(config: LoraConfig) -> None:
+    if config.init != "pissa":
+        return
+    names = ("dropout", "rank_dropout", "module_dropout", "max_norm", "weights")
+    why = "PiSSA subtracts the weights it began with, and this would change the two apart"
+    problems = [
+        Problem(f"lora.{name}", getattr(config, name), why, "Unset it, or use lora.init = 'default'.")
+        for name in names
+        if getattr(config, name)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def initialise(network: LoraNetwork, seed: int) -> None:
@@ -208,6 +236,7 @@ def _create_module(selected: Selected, config: LoraConfig, context: DropoutConte
     alpha = selected.alpha * selected.rank**0.5 if config.rs_lora else selected.alpha
     module = LoraModule(selected.target, selected.rank, alpha, rates=rates, context=context)
     module.lr_factor = selected.lr_factor
+    module.clamp = config.clamp
     return module
 
 

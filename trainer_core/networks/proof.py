@@ -21,12 +21,13 @@ from ..errors import AdapterError
 from .float_view import computing_in_float32
 from .from_file import network_from_file
 from .kohya_file import cast_for_file
-from .lora_file import UP, LoraFile, load_lora, read_lora_header
+from .lora_file import LoraFile, load_lora, read_lora_header
 from .naming import part_of_name, text_layer_of_name
 from .targets import part_root
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
+    from .lora import LoraModule
     from .network import LoraNetwork
 
 PROBE_TOLERANCE = 1e-5
@@ -108,7 +109,7 @@ def prove_lora_file(
 
 
 def changed_modules(file: LoraFile, model: SDXLModel | None = None) -> tuple[list[str], list[str]]:
-    """(modules whose `lora_up` is not zero, those of them that can have an effect).
+    """(modules that change their layer, those of them that can have an effect).
 
     Text encoder 1's last layer has none in SDXL. Without a model its index is the highest one in the file.
     """
@@ -117,7 +118,7 @@ def changed_modules(file: LoraFile, model: SDXLModel | None = None) -> tuple[lis
         last = max((layer for layer in layers if layer is not None), default=-1)
     else:
         last = int(model.text_encoders[0].config.num_hidden_layers) - 1
-    changed = [name for name in file.ranks if bool(file.state[name + UP].any()) and file.alphas[name] != 0]
+    changed = [name for name in file.ranks if file.changes(name)]
     return changed, [name for name in changed if part_of_name(name) != "te1" or text_layer_of_name(name) != last]
 
 
@@ -176,15 +177,23 @@ def _probe_errors(
 @contextmanager
 def _rounded(network: LoraNetwork, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """The live weights replaced by `values` inside the block; the very same tensors are put back afterwards."""
-    own = {name: parameter.data for name, parameter in network.named_parameters()}
-    parameters = dict(network.named_parameters())
+    own = {module: _live_tensors(module) for module in network.modules.values()}
     try:
-        for name, parameter in parameters.items():
-            parameter.data = values[name].to(parameter.device, torch.float32)
+        for name, module in network.modules.items():
+            for tensor in own[module]:
+                tensor.data = tensor.data.clone()
+            module.import_tensors({key: values[f"{name}.{key}"] for key in ("lora_down.weight", "lora_up.weight")})
         yield
     finally:
-        for name, parameter in parameters.items():
-            parameter.data = own[name]
+        for tensors in own.values():
+            for tensor, data in tensors.items():
+                tensor.data = data
+
+
+def _live_tensors(module: LoraModule) -> dict[torch.Tensor, torch.Tensor]:
+    """Weights of a module (and what it subtracts) with their data, to be put back."""
+    tensors = (module.lora_down.weight, module.lora_up.weight, module.subtracted_down, module.subtracted_up)
+    return {tensor: tensor.data for tensor in tensors if tensor is not None}
 
 
 def _attached_outputs(network: LoraNetwork, model: SDXLModel) -> dict[str, torch.Tensor]:
