@@ -252,7 +252,8 @@ def pip(python: Path, words: list[str], *, what: str, patient: bool = True) -> N
     """Run pip with a sign of life every few seconds; raises `SetupError` with pip's last lines."""
     options = ["--disable-pip-version-check", "--no-input"]
     options += [] if patient else ["--retries", "1", "--timeout", "15"]
-    command = [str(python), "-m", "pip", *options, *words]
+    # Compiling every file of torch takes a minute; Python compiles the few that are used when they are used.
+    command = [str(python), "-m", "pip", *options, *words, *(["--no-compile"] if words[0] == "install" else [])]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace"
     )

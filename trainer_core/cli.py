@@ -174,16 +174,20 @@ def _log_to(run_dir: Path) -> Iterator[None]:
 
 
 def _tell(result: TrainResult) -> int:
-    if result.lora is not None:
-        print(f"LoRA:   {result.lora}")
-    if result.report is not None:
-        print(f"Report: {result.report}")
-    print(f"Run:    {result.run_dir}")
+    _tell_files(result.lora, result.report, result.run_dir)
     if result.status == "failed":
         print(f"safe-scaler: {result.message}", file=sys.stderr)
     if result.status == "stopped" and result.step == 0:
         return EXIT_INTERRUPTED
     return result.exit_code
+
+
+def _tell_files(lora: Path | None, report: Path | None, run_dir: Path) -> None:
+    if lora is not None:
+        print(f"LoRA:   {lora}")
+    if report is not None:
+        print(f"Report: {report}")
+    print(f"Run:    {run_dir}")
 
 
 def _supervise(run_dir: Path) -> int:
@@ -196,9 +200,8 @@ def _supervise(run_dir: Path) -> int:
     with stop_on_signals(commands):
         outcome = supervise(run_dir, console, should_stop=commands.should_stop)
     console.close()
-    if outcome.lora is not None:
-        print(f"LoRA:   {outcome.lora}")
-    print(f"Run:    {run_dir}")
+    report = run_dir / "report.html"
+    _tell_files(None if outcome.lora is None else Path(outcome.lora), report if report.exists() else None, run_dir)
     if outcome.status == "failed":
         print(f"safe-scaler: {outcome.message}", file=sys.stderr)
         return EXIT_FAILED

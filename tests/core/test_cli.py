@@ -44,6 +44,10 @@ def command(model: Path, pictures: Path, output: Path, *more: str) -> list[str]:
     ]
 
 
+def run_folders(output: Path) -> list[Path]:
+    return [file.parent for file in (output / "safe_scaler").glob("*/config.json")]
+
+
 def python(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words],
@@ -69,7 +73,7 @@ def test_train_inspect_and_resume(
     lora = tmp_path / "lora.safetensors"
     assert f"LoRA:   {lora}" in out
     assert lora.is_file()
-    (run,) = (tmp_path / "safe_scaler").iterdir()
+    (run,) = run_folders(tmp_path)
     assert f"Run:    {run}" in out
     assert (run / "report.html").is_file()
     assert (run / "run.log").is_file()
@@ -102,10 +106,14 @@ def test_under_accelerate_launch(micro_model: Path, pictures: Path, tmp_path: Pa
 
 
 def test_supervised(micro_model: Path, pictures: Path, tmp_path: Path) -> None:
-    done = python("-m", "trainer_core", *command(micro_model, pictures, tmp_path, "--supervise"))
+    words = f"--model.path {micro_model} --dataset.path {pictures} --output_dir {tmp_path} --batch_size 2 --workers 0"
+    quick = "--lora.rank 2 --max_train_steps 1 --validation.enabled false --supervise"
+    done = python("-m", "trainer_core", "train", *words.split(), *quick.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "lora.safetensors").is_file()
-    assert "step 2/2 100%" in done.stdout
+    assert "step 1/1 100%" in done.stdout
+    (run,) = run_folders(tmp_path)
+    assert f"Report: {run / 'report.html'}" in done.stdout
 
 
 def test_resume_from_checkpoint_latest(
@@ -120,7 +128,7 @@ def test_resume_from_checkpoint_latest(
     out = capsys.readouterr().out
     assert "resumed from step-00000002" in out
     assert "step 3/3 100%" in out
-    assert len(list((tmp_path / "safe_scaler").iterdir())) == 1
+    assert len(run_folders(tmp_path)) == 1
 
 
 # --------------------------------------------------------------------------------------------------- what is refused
