@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument(
         "--workdir", type=Path, default=None, help="folder for the 6.9 GB file; default: a temporary one"
     )
+    parser.add_argument("--file", type=Path, default=None, help="an SDXL fp16 single file to use instead of a made one")
     parser.add_argument("--trials", type=int, default=3, help="fresh processes per measurement; the fastest counts")
     parser.add_argument("--smoke", action="store_true", help="use the toy: shows that it runs, its ratio means nothing")
     parser.add_argument("--one", nargs=3, metavar=("WHO", "DTYPE", "FILE"), help=argparse.SUPPRESS)
@@ -41,7 +42,8 @@ def main() -> None:
         print(json.dumps(measure_one(*arguments.one)))
         return
     with tempfile.TemporaryDirectory(prefix="safe-scaler-load-", dir=arguments.workdir) as folder:
-        file = make_file(Path(folder) / "random_sdxl.safetensors", smoke=arguments.smoke)
+        file = arguments.file or make_file(Path(folder) / "random_sdxl.safetensors", smoke=arguments.smoke)
+        warm_up(file)
         cases = {dtype: compare(file, dtype, 1 if arguments.smoke else arguments.trials) for dtype in CASES}
     summary = {
         "ratio": round(max(case["ratio"] for case in cases.values()), 3),
@@ -65,10 +67,14 @@ def make_file(path: Path, *, smoke: bool) -> Path:
 
         write_random_sdxl(path)
     print(f"made {path.stat().st_size / 1e9:.2f} GB in {time.perf_counter() - started:.0f} s", flush=True)
-    with open(path, "rb") as file:  # into the page cache, so that both sides read from the same place
+    return path
+
+
+def warm_up(path: Path) -> None:
+    """Into the page cache, so that both sides read from the same place."""
+    with open(path, "rb") as file:
         while file.read(1 << 24):
             pass
-    return path
 
 
 def compare(file: Path, dtype: str, trials: int) -> dict[str, Any]:

@@ -126,6 +126,13 @@ def _from_tables(vocabulary: Mapping[str, int], merges: list[str], padding: str)
 def _from_folder(folder: Path, size: int) -> PreTrainedTokenizerBase:
     import transformers
 
+    tables = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    if not tables and not (folder / "tokenizer.json").is_file():
+        raise ModelFileError(
+            f"The tokenizer in '{folder}' has no vocabulary: vocab.json and merges.txt (or tokenizer.json) are missing. "
+            "Download the folder again with all its files.",
+            folder,
+        )
     kind: Any = getattr(transformers, "CLIPTokenizerFast", transformers.CLIPTokenizer)
     try:
         tokenizer = kind.from_pretrained(str(folder), local_files_only=True)

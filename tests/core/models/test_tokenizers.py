@@ -69,5 +69,5 @@ def test_emptied_tokenizer_folder_is_refused(tmp_path: Path) -> None:
     for name in ("tokenizer", "tokenizer_2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer_config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ModelFileError, match="tokenizer in"):
+    with pytest.raises(ModelFileError, match="has no vocabulary: vocab.json"):
         tokenizers.load_tokenizers(tmp_path, None, (49_408, 49_408))
