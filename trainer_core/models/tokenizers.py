@@ -129,8 +129,8 @@ def _from_folder(folder: Path, size: int) -> PreTrainedTokenizerBase:
     tables = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     if not tables and not (folder / "tokenizer.json").is_file():
         raise ModelFileError(
-            f"The tokenizer in '{folder}' has no vocabulary: vocab.json and merges.txt (or tokenizer.json) are missing. "
-            "Download the folder again with all its files.",
+            f"The tokenizer in '{folder}' has no vocabulary: vocab.json and merges.txt (or tokenizer.json) are "
+            "missing. Download the folder again with all its files.",
             folder,
         )
     kind: Any = getattr(transformers, "CLIPTokenizerFast", transformers.CLIPTokenizer)
