@@ -63,12 +63,13 @@ def demo_config(lesson: TeachingSet, output_dir: Path, seed: int) -> TrainConfig
             path=str(lesson.concept_folder),
             prior_path=str(lesson.prior_folder),
             batch_size=8,
+            repeats=2,  # as many pictures of the new word as of the old ones in an epoch
             workers=0,
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, te1_lr=None, te2_lr=None),
         schedule=ScheduleConfig(type="cosine", warmup_steps=20),
-        checkpoint=CheckpointConfig(every_steps=150),
-        validation=ValidationConfig(every_steps=150),
+        checkpoint=CheckpointConfig(every_steps=100),
+        validation=ValidationConfig(every_steps=100),
         preview=PreviewConfig(
             prompts=(
                 f"{lesson.concept_prompts[0]} --d 1",
@@ -76,11 +77,11 @@ def demo_config(lesson: TeachingSet, output_dir: Path, seed: int) -> TrainConfig
                 f"{lesson.known_prompts[0]} --d 3",
                 f"{lesson.known_prompts[3]} --d 4",
             ),
-            every_steps=150,
+            every_steps=200,
             steps=_SAMPLING_STEPS,
             guidance=_GUIDANCE,
         ),
-        run=RunConfig(output_dir=str(output_dir), output_name="demo", max_train_steps=450, seed=seed, device="cpu"),
+        run=RunConfig(output_dir=str(output_dir), output_name="demo", max_train_steps=400, seed=seed, device="cpu"),
     )
 
 
