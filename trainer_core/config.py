@@ -64,6 +64,14 @@ class LoraConfig:
         0.0, "scale an adapter down when its weight norm passes this; 0 = off", min=0.0, advanced=True
     )
     weights: str | None = option(None, "LoRA file to start from (warm start)")
+    network: str = option(
+        "native",
+        "our own LoRA, 'peft:dora' (or loha, lokr, oft, lora), or a kohya network module such as 'lycoris.kohya'",
+        advanced=True,
+    )
+    network_args: tuple[str, ...] = option(
+        (), "arguments of a kohya network module or of PEFT, as key=value", advanced=True
+    )
     preset: str = option(
         "default",
         "which layers get adapters",

@@ -13,6 +13,7 @@ from .proof import ProofResult, prove_lora_file
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
+    from .foreign_network import ForeignNetwork
     from .network import LoraNetwork
 
 
@@ -27,7 +28,7 @@ class ExportedLora:
 
 def export_lora(
     path: str | Path,
-    network: LoraNetwork,
+    network: LoraNetwork | ForeignNetwork,
     model: SDXLModel,
     metadata: Mapping[str, str],
     *,

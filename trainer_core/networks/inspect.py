@@ -11,10 +11,11 @@ from typing import Any
 
 import safetensors.torch
 
+from .file_check import body_hash
 from .kohya_file import hashes
 from .lora_file import DOWN, UP, LoraFile, load_lora
 from .naming import block_of_name, part_of_name
-from .proof import body_hash, changed_modules
+from .proof import changed_modules
 from .targets import PART_LABELS
 
 _SHOWN_METADATA = (

@@ -62,7 +62,9 @@ def cast_for_file(state: Mapping[str, torch.Tensor], dtype: str) -> dict[str, to
         raise AdapterError(f"'{dtype}' is no number format of LoRA files; allowed are {', '.join(DTYPES)}.")
     cast: dict[str, torch.Tensor] = {}
     for key, value in state.items():
-        target = torch.float32 if key.endswith(".alpha") else DTYPES[dtype]
+        target = (
+            torch.float32 if key.endswith(".alpha") else DTYPES[dtype] if value.is_floating_point() else value.dtype
+        )
         cast[key] = value.detach().to("cpu", target).contiguous()
         if not torch.isfinite(cast[key]).all():
             reason = "holds NaN or infinity" if not torch.isfinite(value).all() else f"is too large for {dtype}"

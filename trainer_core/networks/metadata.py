@@ -192,6 +192,7 @@ def _network(config: TrainConfig) -> dict[str, Any]:
         share = lora.conv_rank * alpha_share(lora) if lora.conv_alpha is None else lora.conv_alpha
         arguments["conv_alpha"] = str(share)
     arguments |= {key: str(value) for key in _NETWORK_ARGUMENTS if (value := getattr(lora, key))}
+    arguments |= dict(text.split("=", 1) for text in lora.network_args if "=" in text)
     if lora.targets:
         arguments["targets"] = list(lora.targets)
     if lora.preset != "default":
@@ -200,7 +201,7 @@ def _network(config: TrainConfig) -> dict[str, Any]:
     # sd-scripts knows one rank; where ours differ by part, the UNet's is the one people look for.
     main = "unet" if ranks["unet"] else next((part for part, rank in ranks.items() if rank), "unet")
     values: dict[str, Any] = {
-        "ss_network_module": NETWORK_MODULE,
+        "ss_network_module": NETWORK_MODULE if lora.network == "native" else lora.network,
         "ss_network_dim": ranks[main],
         "ss_network_alpha": part_alpha(lora, main) * (ranks[main] ** 0.5 if lora.rs_lora else 1.0),
         "ss_network_dropout": lora.dropout or None,

@@ -29,7 +29,7 @@ LAYER_KEYS = ("alpha", "lora_down.weight", "lora_up.weight")
 
 
 class LoraNetwork:
-    """Adapters of the parts that are trained. Made by `create_network`; attached until `detach`."""
+    """Adapters of the parts that are trained. Made by `create_lora_network`; attached until `detach`."""
 
     def __init__(
         self,
@@ -178,7 +178,9 @@ class LoraNetwork:
                     )
 
 
-def create_network(model: SDXLModel, config: LoraConfig, *, trained_parts: Sequence[str], seed: int) -> LoraNetwork:
+def create_lora_network(
+    model: SDXLModel, config: LoraConfig, *, trained_parts: Sequence[str], seed: int
+) -> LoraNetwork:
     """Make the adapters of `trained_parts`, attach them and switch them to training mode.
 
     The base model is frozen (`requires_grad` off) as a whole. Parts of rank 0 get no adapters. First weights are keyed

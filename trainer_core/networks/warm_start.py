@@ -6,11 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import safetensors.torch
 import torch
 
 from ..errors import AdapterError
+from .foreign_network import ForeignNetwork
 from .lora import LoraModule
-from .lora_file import DOWN, UP, LoraFile, load_lora
+from .lora_file import DOWN, UP, LoraFile, load_lora, read_lora_header
 from .network import LoraNetwork
 from .resize import truncate
 
@@ -23,7 +25,7 @@ class _Counts:
     worst_loss: float = 0.0
 
 
-def warm_start(network: LoraNetwork, path: str | Path) -> str:
+def warm_start(network: LoraNetwork | ForeignNetwork, path: str | Path) -> str:
     """Give `network` the weights of a LoRA file, so that it starts by computing what the file computes.
 
     The file's scale (alpha / rank) is kept module by module. A smaller rank is filled up with fresh weights that change
@@ -37,6 +39,8 @@ def warm_start(network: LoraNetwork, path: str | Path) -> str:
         AdapterError: the file cannot be read, fits nothing, holds modules that are not trained here, has modules
             without effect (alpha 0) or shapes of another model. The network is unchanged then.
     """
+    if isinstance(network, ForeignNetwork):
+        return _into_foreign(network, Path(path))
     file = load_lora(path)
     _check(network, file)
     counts = _Counts()
@@ -44,6 +48,27 @@ def warm_start(network: LoraNetwork, path: str | Path) -> str:
         for name in file.ranks:
             _take(network.modules[name], file, counts)
     return _sentence(network, file, counts)
+
+
+def _into_foreign(network: ForeignNetwork, path: Path) -> str:
+    read_lora_header(path)
+    tensors = safetensors.torch.load_file(path)
+    wanted = network.state_dict()
+    known = {key: value for key, value in tensors.items() if key in wanted}
+    if not known:
+        raise AdapterError(
+            f"'{path}' matches nothing: none of its {len(tensors)} tensors is among the {len(wanted)} of "
+            f"'{network.name}'. Was it made by another module or algorithm?"
+        )
+    if bad := [key for key, value in known.items() if not torch.isfinite(value).all()]:
+        raise AdapterError(f"'{path}' holds NaN or infinity in {len(bad)} tensors, such as '{bad[0]}'.")
+    if extra := sorted(tensors.keys() - wanted.keys()):
+        raise AdapterError(
+            f"'{path}' holds {len(extra)} of {len(tensors)} tensors that '{network.name}' has no place for, such as "
+            f"'{extra[0]}'; their effect would be lost."
+        )
+    network.load_state_dict({**wanted, **known})
+    return f"Started from '{path}': {len(known)} of {len(wanted)} tensors of '{network.name}' taken over."
 
 
 def _check(network: LoraNetwork, file: LoraFile) -> None:
