@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .config import TrainConfig, trained_parts
+from .config_rules_training import weight_problems
 from .data import (
     BatchLoader,
     BatchPlan,
@@ -122,6 +123,9 @@ class _Assembler:
 
     def _scan(self) -> ScanReport:
         info = inspect_model(self.config.model.path)
+        asked = self.config.model.prediction_type
+        if trouble := weight_problems(self.config.objective, info.prediction_type if asked == "auto" else asked):
+            raise ConfigError(trouble)
         self._phase("scanning")
         report = scan_dataset(
             self.config.dataset,

@@ -114,8 +114,20 @@ def _group(part: str, label: str, rate: float, parameters: Mapping[str, torch.nn
     }
 
 
+def _refuse_several_rates(groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
+    """Prodigy and D-Adapt find one rate: parts, LoRA+ and target rules may not ask for others."""
+    kind = find_kind(config.type)
+    rates = {group["label"]: group["lr"] for group in groups if group["lr"] > 0}
+    if kind is not None and kind.rate_free and len(set(rates.values())) > 1:
+        told = ", ".join(f"{label} {rate:g}" for label, rate in rates.items())
+        why = f"finds one rate for everything, several are asked for ({told})"
+        fix = "Give all parts and targets the same rate, without LoRA+, or use adamw."
+        raise ConfigError([Problem("optimizer.type", config.type, why, fix)])
+
+
 def _make(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     cls = optimizer_class(config)
+    _refuse_several_rates(groups, config)
     # Some classes demand a rate even where every group has one.
     arguments = {"lr": groups[0]["lr"], **optimizer_arguments(config, cls)}
     if cls is torch.optim.AdamW and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments):
