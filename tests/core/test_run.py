@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from trainer_core.build import TrainResult, resume_run, start_run
 from trainer_core.config import TrainConfig
 from trainer_core.errors import ConfigError
-from trainer_core.networks.proof import body_hash
+from trainer_core.networks.file_check import body_hash
 from trainer_core.runs.protocol import Commands
 from trainer_core.trainer import Trainer
 

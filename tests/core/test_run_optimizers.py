@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from trainer_core.build import TrainResult, resume_run, start_run
 from trainer_core.config import TrainConfig
 from trainer_core.config_optimizers import find_kind, install_command
-from trainer_core.networks.proof import body_hash
+from trainer_core.networks.file_check import body_hash
 from trainer_core.runs.protocol import Commands
 
 STEPS = {"max_train_steps": 6}

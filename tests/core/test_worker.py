@@ -17,7 +17,7 @@ from run_setup import small_config
 
 from trainer_core.build import create_run, run, start_run
 from trainer_core.config import TrainConfig
-from trainer_core.networks.proof import body_hash
+from trainer_core.networks.file_check import body_hash
 from trainer_core.runs.supervisor import supervise
 
 ROOT = Path(__file__).resolve().parents[2]
