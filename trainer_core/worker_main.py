@@ -65,6 +65,8 @@ def main(arguments: list[str] | None = None, run: Run | None = None) -> int:
     parser.add_argument("--supervised", action="store_true", help="the end of standard input means stop")
     options = parser.parse_args(arguments)
     folder = RunFolder(options.run_dir)
+    if not folder.config_path.is_file():
+        parser.error(f"{folder.path} is not a run folder: it has no config.json")
     pipe = EventPipe(_take_over_output(folder.log_path))
     commands = Commands()
     start_reader(0, commands, supervised=options.supervised, on_end=_watch_orphan)

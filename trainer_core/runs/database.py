@@ -48,6 +48,9 @@ _STEP_TABLES = ("steps", "health", "validation", "previews", "checkpoints")
 _UNRECORDED = frozenset({"StepFinished", "Heartbeat", "Ack"})
 """Not kept in `events`: steps have their own table, the others say nothing about the run afterwards."""
 
+_BUGS = (sqlite3.ProgrammingError, sqlite3.InterfaceError, sqlite3.IntegrityError)
+"""Errors that waiting does not mend: they are raised, the rest is a full or failing disk."""
+
 _GATHER_S = 0.5
 _RETRY_S = 2.0
 _BACKLOG = 100_000
@@ -73,6 +76,7 @@ class RunDatabase:
         self.on_problem = on_problem
         self._lock = threading.RLock()
         self._backlog: deque[Wire] = deque(maxlen=_BACKLOG)
+        self._lost = 0
         self._failing_since: float | None = None
         self._last_try = 0.0
         self._phase = ""
@@ -102,12 +106,15 @@ class RunDatabase:
             if self._closed.is_set():
                 return
             if self._failing_since is not None:
-                self._backlog.append(wire)
+                self._keep(wire)
                 if time.monotonic() - self._last_try >= _RETRY_S:
                     self._drain()
                 return
             try:
                 self._write([wire])
+            except _BUGS:
+                self._connection.rollback()
+                raise
             except sqlite3.Error as error:
                 self._fail(wire, error)
 
@@ -268,13 +275,17 @@ class RunDatabase:
         except sqlite3.Error:
             log.exception("rolling %s back failed", self.path)
         if wire is not None:
-            self._backlog.append(wire)
+            self._keep(wire)
         self._last_try = time.monotonic()
         if self._failing_since is None:
             self._failing_since = self._last_try
             self._tell(
                 f"The run record {self.path} cannot be written ({error}). Training goes on; the record waits in memory."
             )
+
+    def _keep(self, wire: Wire) -> None:
+        self._lost += len(self._backlog) == _BACKLOG
+        self._backlog.append(wire)
 
     def _drain(self) -> None:
         self._last_try = time.monotonic()
@@ -287,7 +298,9 @@ class RunDatabase:
             return
         self._backlog.clear()
         self._failing_since = None
-        self._tell(f"The run record {self.path} can be written again; {len(waiting)} events were kept.")
+        self._tell(
+            f"The run record {self.path} can be written again; {len(waiting)} events were kept, {self._lost} lost."
+        )
 
     def _tell(self, message: str) -> None:
         log.warning(message)

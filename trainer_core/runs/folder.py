@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ConfigError, Problem, ResourceError
-from .platform import DurableIO, LockCalls, is_busy, locked
+from .platform import DurableIO, LockBusy, LockCalls, LockUnsupported, locked
 
 FORMAT_VERSION = 1
 RUNS_FOLDER = "safe_scaler"
@@ -123,26 +123,30 @@ class RunFolder:
         A file system without locks is used with a warning: nothing can then tell two writers apart.
         """
         with contextlib.ExitStack() as stack:
-            deadline = time.monotonic() + patience
-            while True:
-                try:
-                    fd = stack.enter_context(locked(self.lock_path, calls))
-                    break
-                except OSError as error:
-                    if not is_busy(error):
-                        log.warning(
-                            "%s cannot be locked (%s): do not start a second writer", self.lock_path, error.strerror
-                        )
-                        fd = None
-                        break
-                    if time.monotonic() > deadline:
-                        raise ResourceError(self._busy_message()) from error
-                    time.sleep(0.05)
-            if fd is not None:
+            try:
+                fd = self._take_lock(stack, calls, time.monotonic() + patience)
                 os.ftruncate(fd, 0)
                 os.lseek(fd, 0, os.SEEK_SET)
                 os.write(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+            except LockBusy as error:
+                raise ResourceError(self._busy_message()) from error
+            except LockUnsupported as error:
+                log.warning("%s cannot be locked (%s): do not start a second writer", self.lock_path, error.strerror)
+            except OSError as error:
+                raise ResourceError(
+                    f"The run {self.path} cannot be written: {error.strerror}. "
+                    "Check that it exists, its rights and its disk."
+                ) from error
             yield
+
+    def _take_lock(self, stack: contextlib.ExitStack, calls: LockCalls | None, deadline: float) -> int:
+        while True:
+            try:
+                return stack.enter_context(locked(self.lock_path, calls))
+            except LockBusy:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     def is_locked(self, calls: LockCalls | None = None) -> bool:
         """Whether a process writes this run now."""
@@ -151,8 +155,10 @@ class RunFolder:
         try:
             with locked(self.lock_path, calls):
                 return False
-        except OSError as error:
-            return is_busy(error)
+        except LockBusy:
+            return True
+        except OSError:
+            return False  # a folder without write permission has no writer of ours
 
     def _busy_message(self) -> str:
         holder = ""

@@ -68,18 +68,28 @@ def lock_calls(system: str = sys.platform, load: Load = importlib.import_module)
     )
 
 
-def is_busy(error: OSError) -> bool:
-    """Whether a lock call failed because another process holds the lock (else the file system has no locks)."""
-    return error.errno in _BUSY
+class LockBusy(OSError):
+    """Another process holds the lock."""
+
+
+class LockUnsupported(OSError):
+    """The file system has no locks."""
 
 
 @contextlib.contextmanager
 def locked(path: Path, calls: LockCalls | None = None) -> Generator[int, None, None]:
-    """Hold the lock file `path` and yield its descriptor; OSError with a busy errno when another process holds it."""
+    """Hold the lock file `path` and yield its descriptor.
+
+    Raises LockBusy when another process holds it, LockUnsupported, or another OSError when it cannot be opened.
+    """
     calls = calls or lock_calls()
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        calls.take(fd)
+        try:
+            calls.take(fd)
+        except OSError as error:
+            kind = LockBusy if error.errno in _BUSY else LockUnsupported
+            raise kind(error.errno, error.strerror) from error
         try:
             yield fd
         finally:

@@ -34,6 +34,9 @@ _TICK_S = 0.2
 _EXIT_GRACE_S = 30.0
 """A worker that has said its last word may take this long to end."""
 
+_DRAIN_S = 2.0
+"""What a dead worker had sent arrives within this time, even when a grandchild keeps the pipe open."""
+
 Wire = dict[str, Any]
 
 log = logging.getLogger(__name__)
@@ -97,7 +100,11 @@ class Supervisor:
             return identity
 
     def run(self) -> RunOutcome:
-        """Follow the run to its end, with restarts. Exceptions of `on_event` pass through, the worker ended first."""
+        """Follow the run to its end, with restarts. Exceptions of `on_event` pass through, the worker ended first.
+
+        ConfigError when the folder is no run.
+        """
+        self.folder.read_config()
         restarts = without_progress = 0
         best = self._newest_step()
         while True:
@@ -105,10 +112,10 @@ class Supervisor:
             if self._last is not None:
                 return self._outcome(restarts, exit_code)
             how = _describe_exit(exit_code)
-            if self._stop_sent is not None:
-                return RunOutcome(
-                    "stopped", f"The worker {how} while stopping.", restarts, self._step, exit_code=exit_code
-                )
+            if self._stop_sent is not None or self._should_stop():
+                message = f"The worker {how} while stopping; the work since the last checkpoint is lost."
+                self._warn(message, max(self._newest_step(), 0))
+                return RunOutcome("stopped", message, restarts, self._step, exit_code=exit_code)
             newest = self._newest_step()
             without_progress = 0 if newest > best else without_progress + 1
             best = max(best, newest)
@@ -170,8 +177,7 @@ class Supervisor:
             process.stdout.close()
 
     def _follow(self, process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) -> None:
-        if self._stop_sent is not None:
-            self.send("stop")
+        dead_since: float | None = None
         while True:
             if self._stop_sent is None and self._should_stop():
                 self._stop_sent = time.monotonic()
@@ -186,8 +192,10 @@ class Supervisor:
                 line = lines.get(timeout=_TICK_S)
             except queue.Empty:
                 # The pipe may stay open in a grandchild after the worker itself is gone.
-                if process.poll() is not None and lines.empty():
-                    return
+                if process.poll() is not None:
+                    dead_since = dead_since or time.monotonic()
+                    if time.monotonic() - dead_since > _DRAIN_S:
+                        return
                 continue
             if line is None:
                 return

@@ -288,6 +288,19 @@ def test_a_problem_may_be_emitted_as_an_event(tmp_path: Path, monkeypatch: pytes
         assert ["cannot be written" in row["data"]["message"] for row in view.events("Warned")] == [True, False]
 
 
+def test_a_bug_is_no_full_disk(tmp_path: Path) -> None:
+    """A value that SQLite cannot hold is raised, takes nothing else with it, and starts no waiting."""
+    database = record(tmp_path / "run.db", started())
+    wire = {"v": 1, "seq": 2, "type": "PreviewReady", "run_id": "r", "step": 1, "time": 0.0}
+    data = {"file": {"no": "text"}, "prompt": "", "index": 0, "seed": 0}
+    with pytest.raises((sqlite3.ProgrammingError, sqlite3.InterfaceError)):
+        database({**wire, "data": data})
+    EventBusAt(database, 2).emit(step(1))
+    with open_readonly(tmp_path / "run.db") as view:
+        assert len(view.steps()) == 1
+    database.close()
+
+
 def test_what_cannot_be_written_at_the_end_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     database = record(tmp_path / "run.db", started())
     fill(database, 1)

@@ -124,6 +124,14 @@ def test_a_file_system_without_locks_is_used_and_said(tmp_path: Path, caplog: py
     assert "cannot be locked (No locks available): do not start a second writer" in caplog.text
 
 
+def test_a_folder_that_is_gone_cannot_be_held(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ResourceError, match="cannot be written: No such file or directory"),
+        RunFolder(tmp_path / "x").lock(),
+    ):
+        pass
+
+
 def test_free_names_are_never_taken_twice(tmp_path: Path) -> None:
     (tmp_path / "cat.safetensors").touch()
     assert free_name(tmp_path, "cat", ".safetensors").name == "cat-2.safetensors"

@@ -16,10 +16,11 @@ import pytest
 from trainer_core.runs.platform import (
     WINDOWS,
     DurableIO,
+    LockBusy,
     LockCalls,
+    LockUnsupported,
     child_options,
     end_child,
-    is_busy,
     is_network_path,
     lock_calls,
     locked,
@@ -53,18 +54,16 @@ def test_windows_locks_one_byte_far_past_the_text(tmp_path: Path) -> None:
 
 def test_a_busy_windows_lock_is_told_from_a_broken_one(tmp_path: Path) -> None:
     calls = lock_calls(WINDOWS, lambda _: FakeMsvcrt(busy=True))
-    with pytest.raises(OSError, match="Permission denied") as caught, locked(tmp_path / "lock", calls):
+    with pytest.raises(LockBusy, match="Permission denied"), locked(tmp_path / "lock", calls):
         pass
-    assert is_busy(caught.value)
-    assert not is_busy(OSError(errno.ENOLCK, "No locks available"))
+    with pytest.raises(IsADirectoryError), locked(tmp_path, calls):
+        pass
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="flock is POSIX")
 def test_a_second_flock_is_refused_and_a_freed_one_taken(tmp_path: Path) -> None:
-    with locked(tmp_path / "lock"):
-        with pytest.raises(BlockingIOError) as caught, locked(tmp_path / "lock"):
-            pass
-        assert is_busy(caught.value)
+    with locked(tmp_path / "lock"), pytest.raises(LockBusy), locked(tmp_path / "lock"):
+        pass
     with locked(tmp_path / "lock"):
         pass
 
@@ -202,6 +201,5 @@ def test_lock_calls_without_locks_are_not_busy(tmp_path: Path) -> None:
     def unsupported(_: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    with pytest.raises(OSError, match="No locks") as caught, locked(tmp_path / "x", LockCalls(unsupported, print)):
+    with pytest.raises(LockUnsupported, match="No locks"), locked(tmp_path / "x", LockCalls(unsupported, print)):
         pass
-    assert not is_busy(caught.value)

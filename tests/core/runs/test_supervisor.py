@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from trainer_core.errors import ConfigError
 from trainer_core.runs.folder import RunFolder
 from trainer_core.runs.record import open_readonly
 from trainer_core.runs.registry import describe
@@ -173,6 +174,24 @@ def test_an_exception_of_the_follower_leaves_no_child(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         supervise(folder.path, on_event, worker=FAKE)
     assert not folder.is_locked()
+
+
+def test_a_folder_that_is_no_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json .* cannot be read"):
+        supervise(tmp_path, Follower("never"), worker=FAKE)
+    result = subprocess.run([sys.executable, str(FAKE), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "is not a run folder: it has no config.json" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stop_asked_for_while_the_worker_dies_starts_no_new_one(tmp_path: Path) -> None:
+    folder, follower = make_run(tmp_path, kind="die", times=99), Follower(stop_at="RunStarted")
+    outcome = follow(folder, follower)
+    assert (outcome.status, outcome.restarts) == ("stopped", 0)
+    assert "was killed by SIGKILL (often: out of memory) while stopping" in outcome.message
+    assert follower.warnings() == [outcome.message]
+    assert (folder.path / "starts").read_text() == "x"
 
 
 def wait_for(condition: Any, seconds: float = 60.0) -> bool:
