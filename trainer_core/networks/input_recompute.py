@@ -76,14 +76,14 @@ class InputSources:
 
 def _install(root: nn.Module) -> Iterator[Any]:
     for path, module in root.named_modules():
-        switch = _Switch(root, path)
         if isinstance(module, nn.LayerNorm):
+            switch = _Switch(root, path)
             yield module.register_forward_pre_hook(_widen_once(switch))
             yield module.register_forward_hook(_note(_norm_function(module), switch))
         elif _is_geglu(module):
-            yield from _install_geglu(module, switch)
+            yield from _install_geglu(module, _Switch(root, path))
         elif path.endswith(".activation_fn"):
-            yield module.register_forward_hook(_note(module.forward, switch))
+            yield module.register_forward_hook(_note(module.forward, _Switch(root, path)))
 
 
 class _Switch:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,20 @@ def test_names_on_real_sdxl_equal_kohyas(real_sdxl: Any, conv_rank: int, fixture
     assert {part: len(names) for part, names in ours.items()} == {"unet": count, "te1": 72, "te2": 192}
     assert ours["unet"] == set(wanted["unet"])
     assert ours["te1"] | ours["te2"] == set(wanted["te"])
+
+
+@pytest.mark.parametrize(("conv_rank", "fixture"), [(0, "linear"), (4, "linear_conv")])
+def test_shapes_on_real_sdxl_are_those_that_comfyui_takes(real_sdxl: Any, conv_rank: int, fixture: str) -> None:
+    """The fixture lists keys and shapes that ComfyUI's LoRA loader matched completely (comfyui.md, section 8)."""
+    network = create_network(real_sdxl, LoraConfig(rank=4, conv_rank=conv_rank), trained_parts=ALL_PARTS, seed=0)
+    ours = {
+        f"{name}.{key}": list(value.shape)
+        for name, module in network.modules.items()
+        for key, value in module.export_tensors().items()
+    }
+    network.detach()
+    wanted = json.loads(gzip.decompress((FIXTURES / "sdxl_lora_keys_rank4.json.gz").read_bytes()))[fixture]
+    assert ours == wanted
 
 
 def test_parameters_per_rank_on_real_sdxl(real_sdxl: Any) -> None:
