@@ -38,7 +38,7 @@ from trainer_core.build import create_run, run  # noqa: E402
 from trainer_core.checkpoints.store import CheckpointStore  # noqa: E402
 from trainer_core.config import TrainConfig  # noqa: E402
 from trainer_core.networks import load_lora  # noqa: E402
-from trainer_core.networks.proof import body_hash  # noqa: E402
+from trainer_core.networks.file_check import body_hash  # noqa: E402
 from trainer_core.runs.folder import RunFolder  # noqa: E402
 from trainer_core.runs.protocol import EventPipe  # noqa: E402
 from trainer_core.runs.record import open_readonly  # noqa: E402
