@@ -70,6 +70,47 @@ def test_kind_grad_clip_accumulation_equals_one_batch(compute: str) -> None:
     torch.testing.assert_close(first, second)
 
 
+def test_kind_grad_clip_short_last_group_is_averaged_by_what_it_holds() -> None:
+    """6 micro-batches, accumulation 4: the second step has 2. sd-scripts divides it by 4 and halves its update."""
+    inputs = torch.tensor([0.5, 1.0, 2.0, 4.0, 1.5, 3.0])
+    weight, _, precision = make()
+    plain = torch.optim.SGD([{"params": [weight], "names": ["w"]}], lr=0.1)
+    for group in (inputs[:4], inputs[4:]):
+        before = weight.detach().clone()
+        for one in group.split(1):
+            precision.backward((one[:, None] * weight).sum(1), len(group))
+        reading = precision.read(plain)
+        precision.apply(plain, reading, 0.0)
+        torch.testing.assert_close(before - weight.detach(), torch.full((3,), 0.1) * group.mean())
+        assert reading.loss == pytest.approx(float(group.mean() * before.sum()), rel=1e-5)
+
+
+def test_kind_monitoring_logged_loss_is_the_mean_of_the_single_losses() -> None:
+    """B65: not the last micro-batch's, not divided twice."""
+    losses = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    for sizes in ([4], [1, 1, 1, 1], [3, 1]):
+        weight, optimizer, precision = make()
+        for part in losses.split(sizes):
+            precision.backward(part + 0.0 * weight.sum(), 4)
+        assert precision.read(optimizer).loss == 3.75
+
+
+def test_kind_step_count_rates_follow_applied_steps_only() -> None:
+    """B64: a rejected step moves the step number and not the rate."""
+    from trainer_core.config import ScheduleConfig
+    from trainer_core.optim import learning_rate_factor
+
+    schedule, applied, rates = ScheduleConfig(type="linear", warmup_steps=2), 0, []
+    weight, optimizer, precision = make()
+    for number in range(8):
+        rates.append(learning_rate_factor(schedule, applied, 8))
+        scale = float("nan") if number in (2, 3) else 1.0
+        applied += step(weight, optimizer, precision, scale) == "apply"
+    assert applied == 6
+    assert rates[2] == rates[3] == rates[4] == 1.0
+    assert rates[5:] == [learning_rate_factor(schedule, n, 8) for n in (3, 4, 5)]
+
+
 def test_exactly_one_device_read_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way of reading a tensor on the host is counted, over several steps with scaler and clipping."""
     weight, optimizer, precision = make("fp16", initial_loss_scale=16.0)
