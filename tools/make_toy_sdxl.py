@@ -18,6 +18,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads thrash beside other work and gain little here
 import torch  # noqa: E402
+from diffusers import AutoencoderKL  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -25,6 +26,7 @@ import toy_samples  # noqa: E402
 import toy_stages  # noqa: E402
 import toy_unet  # noqa: E402
 
+from trainer_core.models import load_sdxl  # noqa: E402
 from trainer_core.toy import TOY_FOLDER, classifier, folder, micro, shapes  # noqa: E402
 
 SEED = 20
@@ -45,44 +47,43 @@ def train(work: Path, target: Path, *, raw_weights: bool) -> None:
 
 def measure(target: Path, *, each: int, sheet: Path | None) -> dict[str, dict[str, float]]:
     """Score the shipped fp16 folder with the shipped classifier, on fixed seeds: Euler 20 steps, guidance 3."""
-    models = folder.load_models(target)
+    model = load_sdxl(target)
     judge = classifier.load_classifier(target)
-    conditioner = toy_unet.Conditioner(models, target)
     known = shapes.known_pairs()
-    held_out, images = toy_samples.score(models, conditioner, judge, shapes.HELD_OUT_PAIRS, each=each)
+    few = max(1, each // 4)
+    held_out, images = toy_samples.score(model, judge, shapes.HELD_OUT_PAIRS, each=each)
     result = {"held_out": held_out}
-    result["known"], known_images = toy_samples.score(models, conditioner, judge, known, each=max(1, each // 4))
+    result["known"], known_images = toy_samples.score(model, judge, known, each=few, seed=1000)
     for size in shapes.SIZES[1:3]:
-        scored, _ = toy_samples.score(models, conditioner, judge, known[::5], each=2, size_hw=size)
+        scored, _ = toy_samples.score(model, judge, known[::5], each=few, seed=2000, size_hw=size)
         result[f"known {size[1]}x{size[0]}"] = scored
-    result["classifier"] = judge_score(judge, models)
+    result["classifier"] = judge_score(judge, model.vae)
     if sheet is not None:
-        rows = torch.cat([images.unflatten(0, (-1, each))[:, :4].flatten(0, 1), known_images[:: max(1, each // 4)][:32]])
-        toy_samples.contact_sheet(rows, sheet, columns=8)
+        held_out_images = images.unflatten(0, (-1, each))[:, :2].flatten(0, 1)
+        toy_samples.contact_sheet(torch.cat([held_out_images, known_images[::few]]), sheet, columns=8)
     return result
 
 
 @torch.no_grad()
-def judge_score(judge: classifier.Classifier, models: folder.ToyModels) -> dict[str, float]:
+def judge_score(judge: classifier.Classifier, vae: AutoencoderKL) -> dict[str, float]:
     """The classifier on 630 fresh drawn pictures of all pairs, as drawn and through the VAE."""
     pairs = [(c, s) for c in shapes.COLOURS for s in shapes.SHAPES] * 10
     drawn = [shapes.draw(shapes.keyed_generator(SEED, "judge test", i), s, c) for i, (c, s) in enumerate(pairs)]
     images_B3HW = toy_stages.to_images(drawn)
-    made = [models.vae.decode(models.vae.encode(part * 2 - 1).latent_dist.mean).sample for part in images_B3HW.split(63)]
+    made = [vae.decode(vae.encode(part * 2 - 1).latent_dist.mean).sample for part in images_B3HW.split(63)]
     made_B3HW = (torch.cat(made) / 2 + 0.5).clamp(0, 1)
     result = {}
     for name, images in (("drawn", images_B3HW), ("through_vae", made_B3HW)):
         verdicts = classifier.judge(judge, images)
-        result[f"{name}_shape"] = sum(v.shape == s for v, (_, s) in zip(verdicts, pairs)) / len(pairs)
-        result[f"{name}_colour"] = sum(v.colour == c for v, (c, _) in zip(verdicts, pairs)) / len(pairs)
+        result[f"{name}_shape"] = sum(v.shape == s for v, (_, s) in zip(verdicts, pairs, strict=True)) / len(pairs)
+        result[f"{name}_colour"] = sum(v.colour == c for v, (c, _) in zip(verdicts, pairs, strict=True)) / len(pairs)
     result["vae_mean_abs_error"] = float((made_B3HW - images_B3HW).abs().mean())
     return result
 
 
 def single_file(source: Path, path: Path) -> None:
     """Write the toy at `source` as an SGM single file."""
-    from trainer_core.models import load_sdxl
-    from trainer_core.models.sgm_keys import save_single_file
+    from trainer_core.models import save_single_file
 
     save_single_file(load_sdxl(source), path, torch.float16)
 

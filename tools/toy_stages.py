@@ -18,7 +18,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from trainer_core.draws import Draws  # noqa: E402
 from trainer_core.toy import shapes  # noqa: E402
-from trainer_core.toy.classifier import COLOUR_CLASSES, SHAPE_CLASSES, Classifier  # noqa: E402
+from trainer_core.toy.classifier import COLOUR_CLASSES, SHAPE_CLASSES, Classifier, to_square  # noqa: E402
 from trainer_core.toy.folder import TOY, build_models, initialise  # noqa: E402
 
 SAVE_EVERY = 250
@@ -87,7 +87,9 @@ class Loop:
     def state_path(self) -> Path:
         return self.folder / f"{self.name}.state.pt"
 
-    def _save(self, step: int, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
+    def _save(
+        self, step: int, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
+    ) -> None:
         state = {
             "step": step,
             "modules": {name: module.state_dict() for name, module in self.modules.items()},
@@ -149,15 +151,15 @@ def train_vae(folder: Path, *, seed: int, batch: int = 8) -> AutoencoderKL:
     return vae.requires_grad_(False)
 
 
-def _formless(generator: np.random.Generator) -> np.ndarray:
-    """A picture without a shape: an empty ground, noise, or soft colour clouds. uint8 (64, 64, 3)."""
-    ground = shapes.background(generator, (64, 64))
+def _formless(generator: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
+    """A picture without a shape: an empty ground, noise, or soft colour clouds. uint8 (height, width, 3)."""
+    ground = shapes.background(generator, size)
     kind = generator.integers(3)
     if kind == 1:
         ground = ground + generator.normal(0, generator.uniform(5, 80), ground.shape)
     if kind == 2:
         coarse = torch.from_numpy(generator.uniform(0, 1, (1, 1, 5, 5)))
-        cloud = functional.interpolate(coarse, size=(64, 64), mode="bicubic")[0, 0, :, :, None].numpy()
+        cloud = functional.interpolate(coarse, size=size, mode="bicubic")[0, 0, :, :, None].numpy()
         colour = np.array(list(shapes.COLOURS.values())[int(generator.integers(9))], dtype=np.float64)
         ground = ground + (colour - ground) * np.clip(cloud, 0, 1) * generator.uniform(0.3, 1)
     return np.clip(np.round(ground), 0, 255).astype(np.uint8)
@@ -166,19 +168,20 @@ def _formless(generator: np.random.Generator) -> np.ndarray:
 def _classifier_batch(seed: int, step: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     """Images in [0, 1] (blurred, shaded and grained as samples are), shape labels, colour labels (-1: none)."""
     pictures, shape_ids, colour_ids = [], [], []
+    generator = shapes.keyed_generator(seed, "classifier batch", step)
+    size = shapes.SIZES[int(generator.choice(5, p=(0.5, 0.15, 0.15, 0.1, 0.1)))]
     for i in range(batch):
         index = step * batch + i
         if i % 10 == 9:
-            pictures.append(_formless(shapes.keyed_generator(seed, "formless", index)))
+            pictures.append(_formless(shapes.keyed_generator(seed, "formless", index), size))
             shape_ids.append(len(shapes.SHAPES))
             colour_ids.append(-1)
             continue
-        picture = shapes.any_picture(seed, 10_000_000 + index)
+        picture = shapes.any_picture(seed, 10_000_000 + index, size)
         pictures.append(picture.pixels_HWC)
         shape_ids.append(SHAPE_CLASSES.index(picture.shape))
         colour_ids.append(COLOUR_CLASSES.index(picture.colour))
-    images_B3HW = to_images(pictures)
-    generator = shapes.keyed_generator(seed, "classifier blur", step)
+    images_B3HW = to_square(to_images(pictures))
     blur = int(generator.integers(4))
     if blur:
         size = (64, 48, 32, 24)[blur]

@@ -9,9 +9,9 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 from torch.nn import functional
+from toy_stages import Loop, to_images
 from transformers import CLIPTokenizer
 
-from toy_stages import Loop, to_images
 from trainer_core.draws import Draws
 from trainer_core.toy import TOY_FOLDER, shapes
 from trainer_core.toy.folder import TOY, ToyModels, build_models
@@ -36,8 +36,10 @@ class Conditioner:
     def __call__(self, captions: list[str]) -> tuple[Tensor, Tensor]:
         states = []
         pooled_BD = torch.empty(0)
-        for encoder, tokenizer in zip(self.encoders, self.tokenizers):
-            ids_BT = tokenizer(captions, padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
+        for encoder, tokenizer in zip(self.encoders, self.tokenizers, strict=True):
+            ids_BT = tokenizer(
+                captions, padding="max_length", max_length=77, truncation=True, return_tensors="pt"
+            ).input_ids
             output = encoder(ids_BT, output_hidden_states=True)
             states.append(output.hidden_states[-2])
             pooled_BD = output[0]  # of the second encoder: the projected text embedding

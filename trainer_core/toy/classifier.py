@@ -31,7 +31,7 @@ class Classifier(nn.Module):
         super().__init__()
         widths = (3, 16, 32, 48, 64)
         layers: list[nn.Module] = []
-        for i, (before, after) in enumerate(zip(widths, widths[1:])):
+        for i, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
             stride = 2 if i < 3 else 1
             layers += [nn.Conv2d(before, after, 3, stride, 1), nn.GroupNorm(8, after), nn.SiLU()]
         self.body = nn.Sequential(*layers)
@@ -40,13 +40,13 @@ class Classifier(nn.Module):
 
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (B, 8) of the shape and (B, 9) of the colour for images in [0, 1]; any size, 64x64 is native."""
-        square_B3HW = _to_square(images_B3HW.float())
+        square_B3HW = to_square(images_B3HW.float())
         features_BCHW = functional.adaptive_avg_pool2d(self.body(square_B3HW * 2 - 1), 4)
         features_BD = features_BCHW.flatten(1)
         return self.shape_head(features_BD), self.colour_head(features_BD)
 
 
-def _to_square(images_B3HW: Tensor) -> Tensor:
+def to_square(images_B3HW: Tensor) -> Tensor:
     """64x64 with the shapes undistorted: the border is repeated to a square, then resized."""
     height, width = images_B3HW.shape[-2:]
     side = max(height, width)
@@ -87,9 +87,12 @@ def judge(classifier: Classifier, images_B3HW: Tensor) -> list[Verdict]:
     colour_p, colour_i = colour_logits_BK.softmax(-1).max(-1)
     return [
         Verdict(
-            shape=SHAPE_CLASSES[int(s)], colour=COLOUR_CLASSES[int(c)], shape_probability=float(sp), colour_probability=float(cp)
+            shape=SHAPE_CLASSES[int(s)],
+            colour=COLOUR_CLASSES[int(c)],
+            shape_probability=float(sp),
+            colour_probability=float(cp),
         )
-        for s, c, sp, cp in zip(shape_i, colour_i, shape_p, colour_p)
+        for s, c, sp, cp in zip(shape_i, colour_i, shape_p, colour_p, strict=True)
     ]
 
 
@@ -98,4 +101,4 @@ def shape_share(classifier: Classifier, images_B3HW: Tensor, wanted: Sequence[st
     verdicts = judge(classifier, images_B3HW)
     if len(wanted) != len(verdicts):
         raise ValueError(f"{len(verdicts)} pictures but {len(wanted)} wanted shapes")
-    return sum(v.shape == w for v, w in zip(verdicts, wanted)) / len(verdicts)
+    return sum(v.shape == w for v, w in zip(verdicts, wanted, strict=True)) / len(verdicts)

@@ -57,14 +57,21 @@ def write_teaching_set(
     for index in range(prior_pictures):
         generator = shapes.keyed_generator(seed, "demo prior", index)
         colour, shape = pairs[int(order[index % len(pairs)])]
-        _write(root / PRIOR_FOLDER, f"{index:03d}", shapes.draw(generator, shape, colour), shapes.with_article(f"{colour} {shape}"))
+        _write(
+            root / PRIOR_FOLDER,
+            f"{index:03d}",
+            shapes.draw(generator, shape, colour),
+            shapes.with_article(f"{colour} {shape}"),
+        )
     return describe_teaching_set(root, word=word)
 
 
 def describe_teaching_set(folder: str | Path, *, word: str = "zorp") -> TeachingSet:
     """What `write_teaching_set` returned for this folder; writes nothing."""
     root = Path(folder)
-    known = [(colour, shapes.KNOWN_SHAPES[i % len(shapes.KNOWN_SHAPES)]) for i, colour in enumerate(shapes.KNOWN_COLOURS)]
+    known = [
+        (colour, shapes.KNOWN_SHAPES[i % len(shapes.KNOWN_SHAPES)]) for i, colour in enumerate(shapes.KNOWN_COLOURS)
+    ]
     return TeachingSet(
         folder=root,
         concept_folder=root / CONCEPT_FOLDER,

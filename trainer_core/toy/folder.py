@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -89,41 +90,45 @@ def initialise(module: torch.nn.Module, *, seed: int, name: str) -> None:
 
 
 def _unet(shape: ToyShape) -> UNet2DConditionModel:
-    return UNet2DConditionModel(
-        sample_size=shape.latent_side,
-        in_channels=4,
-        out_channels=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        mid_block_type="UNetMidBlock2DCrossAttn",
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        block_out_channels=shape.unet_widths,
-        layers_per_block=2,
-        transformer_layers_per_block=shape.unet_depths,
-        attention_head_dim=shape.unet_heads,
-        norm_num_groups=shape.unet_groups,
-        cross_attention_dim=sum(shape.text_widths),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=shape.size_embed_width,
-        projection_class_embeddings_input_dim=shape.text_widths[1] + 6 * shape.size_embed_width,
-        flip_sin_to_cos=True,
-        freq_shift=0,
-    )
+    # A dict, because diffusers annotates these tuples as one-element tuples.
+    settings: dict[str, Any] = {
+        "sample_size": shape.latent_side,
+        "in_channels": 4,
+        "out_channels": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "mid_block_type": "UNetMidBlock2DCrossAttn",
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "block_out_channels": shape.unet_widths,
+        "layers_per_block": 2,
+        "transformer_layers_per_block": shape.unet_depths,
+        "attention_head_dim": shape.unet_heads,
+        "norm_num_groups": shape.unet_groups,
+        "cross_attention_dim": sum(shape.text_widths),
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": shape.size_embed_width,
+        "projection_class_embeddings_input_dim": shape.text_widths[1] + 6 * shape.size_embed_width,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+    }
+    return UNet2DConditionModel(**settings)
 
 
 def _vae(shape: ToyShape) -> AutoencoderKL:
-    return AutoencoderKL(
-        in_channels=3,
-        out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=shape.vae_widths,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=shape.vae_groups,
-        sample_size=shape.latent_side * 8,
-        force_upcast=True,
-    )
+    # A dict, because diffusers annotates these tuples as one-element tuples.
+    settings: dict[str, Any] = {
+        "in_channels": 3,
+        "out_channels": 3,
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "block_out_channels": shape.vae_widths,
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "norm_num_groups": shape.vae_groups,
+        "sample_size": shape.latent_side * 8,
+        "force_upcast": True,
+    }
+    return AutoencoderKL(**settings)
 
 
 def _text_config(shape: ToyShape, index: int) -> CLIPTextConfig:

@@ -71,7 +71,7 @@ def with_article(words: str) -> str:
 def _polygon(x: np.ndarray, y: np.ndarray, corners: list[tuple[float, float]]) -> np.ndarray:
     """True inside the polygon (even-odd rule, edges as straight lines)."""
     inside = np.zeros(x.shape, dtype=bool)
-    for (x0, y0), (x1, y1) in zip(corners, corners[1:] + corners[:1]):
+    for (x0, y0), (x1, y1) in zip(corners, corners[1:] + corners[:1], strict=True):
         if y0 == y1:
             continue
         crosses = (y0 > y) != (y1 > y)
@@ -106,9 +106,7 @@ _INSIDE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-def draw(
-    generator: np.random.Generator, shape: str, colour: str, size_hw: tuple[int, int] = (64, 64)
-) -> np.ndarray:
+def draw(generator: np.random.Generator, shape: str, colour: str, size_hw: tuple[int, int] = (64, 64)) -> np.ndarray:
     """Draw one `colour` `shape` on a pale background.
 
     Returns uint8 RGB of shape (height, width, 3). Place, size, tilt (up to 7 degrees), shade of the colour and the

@@ -35,7 +35,7 @@ def byte_symbols() -> list[str]:
 def _apply(word: list[str], merges: dict[tuple[str, str], int]) -> list[str]:
     """Byte-pair encoding: join the best-ranked neighbouring pair until no pair has a rank."""
     while len(word) > 1:
-        pairs = list(zip(word, word[1:]))
+        pairs = list(zip(word, word[1:], strict=False))
         best = min(pairs, key=lambda pair: merges.get(pair, 1 << 30))
         if best not in merges:
             break
