@@ -67,7 +67,7 @@ class BatchLoader:
         moment = CaptionMoment(epoch=epoch, step=step, total_steps=total_steps)
         entries, captions = [], []
         for item, ref in zip(items, refs, strict=True):
-            flipped = self.dataset.flip and bool(self.draws.uniform(epoch, ref.key, "flip") < 0.5)
+            flipped = item.spec.flip and bool(self.draws.uniform(epoch, ref.key, "flip") < 0.5)
             entries.append(self.latents.load(item, flipped))
             captions.append(
                 process_caption(item.caption, item.rules, caption_stream(self.draws, epoch, ref.key), moment)
@@ -108,4 +108,13 @@ def _batch(
         weights_B=torch.tensor([item.loss_weight for item in items], dtype=torch.float32),
         sample_keys=tuple(keys),
         files=tuple(item.file for item in items),
+        masks_B1HW=_masks(entries),
     )
+
+
+def _masks(entries: Sequence[LatentEntry]) -> torch.Tensor | None:
+    """Masks of a batch; a picture without one counts as a whole. None when no picture has one."""
+    if all(entry.mask_1HW is None for entry in entries):
+        return None
+    whole_1HW = torch.ones_like(entries[0].mean_CHW[:1])
+    return torch.stack([whole_1HW if entry.mask_1HW is None else entry.mask_1HW for entry in entries])

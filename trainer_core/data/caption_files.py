@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import os
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 
 _MARKS: tuple[tuple[bytes, str], ...] = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -33,8 +34,8 @@ class CaptionText:
         return " ".join(self.lines)
 
 
-def decode_caption(data: bytes, name: str, encoding: str | None) -> CaptionText:
-    """Text of `data`: by its byte-order mark, else `encoding`, else UTF-8.
+def decode_text(data: bytes, name: str, encoding: str | None) -> tuple[str, tuple[str, ...]]:
+    """(text, notes) of `data`: by its byte-order mark, else `encoding`, else UTF-8.
 
     Raises CaptionError with file name, encoding and byte position where the bytes are no such text.
     """
@@ -49,23 +50,27 @@ def decode_caption(data: bytes, name: str, encoding: str | None) -> CaptionText:
         ) from error
     except LookupError as error:
         raise CaptionError(f"caption_encoding {codec!r} is no encoding that Python knows") from error
-    notes: tuple[str, ...] = ()
-    if "\0" in text:
-        if text.count("\0") * 4 >= len(text):
-            raise CaptionError(
-                f"its caption file {name} is full of zero bytes (the first at position {data.find(0)}): it looks "
-                "like UTF-16 without a byte-order mark. Save the file as UTF-8, or set "
-                "caption_encoding (for example utf-16-le)"
-            )
-        text = text.replace("\0", "")
-        notes = (f"zero bytes in {name} were left out",)
-    text = text.lstrip("\ufeff")
+    if "\0" not in text:
+        return text.lstrip("\ufeff"), ()
+    if text.count("\0") * 4 >= len(text):
+        raise CaptionError(
+            f"its caption file {name} is full of zero bytes (the first at position {data.find(0)}): it looks "
+            "like UTF-16 without a byte-order mark. Save the file as UTF-8, or set "
+            "caption_encoding (for example utf-16-le)"
+        )
+    return text.replace("\0", "").lstrip("\ufeff"), (f"zero bytes in {name} were left out",)
+
+
+def decode_caption(data: bytes, name: str, encoding: str | None) -> CaptionText:
+    """Caption lines of `data`; see `decode_text`."""
+    text, notes = decode_text(data, name, encoding)
     return CaptionText(tuple(line.strip() for line in text.splitlines() if line.strip()), notes)
 
 
 def normal_stem(name: str) -> str:
     """Stem in composed Unicode: macOS stores names decomposed, other systems do not."""
-    return unicodedata.normalize("NFC", PurePath(name).stem)
+    stem = os.path.splitext(name)[0]
+    return stem if stem.isascii() else unicodedata.normalize("NFC", stem)
 
 
 @dataclass
@@ -74,26 +79,32 @@ class CaptionIndex:
 
     extensions: Sequence[str]
     _exact: dict[str, dict[str, str]] = field(default_factory=dict)
-    _folded: dict[str, dict[str, str]] = field(default_factory=dict)
+    _folded: dict[str, dict[str, str]] | None = None
 
     def __post_init__(self) -> None:
         self.extensions = tuple(ext.lower() if ext.startswith(".") else f".{ext.lower()}" for ext in self.extensions)
 
-    def add(self, name: str) -> bool:
-        """Take in a file name; False when it has none of the caption endings."""
-        suffix = PurePath(name).suffix.lower()
+    def add(self, name: str, suffix: str) -> bool:
+        """Take in a file name with its lower-case ending; False when that is none of the caption endings."""
         if suffix not in self.extensions:
             return False
-        stem = normal_stem(name)
-        self._exact.setdefault(suffix, {}).setdefault(stem, name)
-        self._folded.setdefault(suffix, {}).setdefault(stem.casefold(), name)
+        self._exact.setdefault(suffix, {}).setdefault(normal_stem(name), name)
         return True
 
-    def find(self, picture: str, extension: str) -> str | None:
-        """File name of the picture's caption with this ending, or None."""
-        stem = normal_stem(picture)
-        found = self._exact.get(extension, {}).get(stem)
-        return found or self._folded.get(extension, {}).get(stem.casefold())
+    def find(self, stem: str, extension: str) -> str | None:
+        """File name of the caption with this ending for a picture's `normal_stem`, or None."""
+        by_stem = self._exact.get(extension)
+        if not by_stem:
+            return None
+        return by_stem.get(stem) or self._folded_names().get(extension, {}).get(stem.casefold())
+
+    def _folded_names(self) -> dict[str, dict[str, str]]:
+        if self._folded is None:
+            self._folded = {
+                extension: {stem.casefold(): name for stem, name in reversed(by_stem.items())}
+                for extension, by_stem in self._exact.items()
+            }
+        return self._folded
 
     def names(self) -> Iterable[str]:
         for by_stem in self._exact.values():

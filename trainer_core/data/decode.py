@@ -158,6 +158,19 @@ def decode_picture(path: str | Path, background: str | tuple[int, int, int] = "w
         raise DatasetError(f"{path}: {error}", path) from error
 
 
+def decode_mask(path: str | Path, *, alpha: bool) -> np.ndarray:
+    """float32 (height, width) loss mask in 0..1: the alpha channel of a picture, or the red channel of a mask file.
+
+    A picture without transparency is 1 everywhere. Raises DatasetError naming the file when it cannot be decoded.
+    """
+    path = Path(path)
+    if not alpha:
+        return decode_picture(path, "black")[..., 0].astype(np.float32) / 255
+    # Alpha is what white and black grounds differ by: out = colour x a + ground x (1 - a).
+    black, white = (decode_picture(path, ground).astype(np.float32) for ground in ("black", "white"))
+    return 1 - (white - black).max(axis=-1) / 255
+
+
 def fit_picture(pixels: np.ndarray, resized: tuple[int, int], bucket: tuple[int, int], resample: str) -> np.ndarray:
     """uint8 (bucket height, bucket width, 3): `pixels` scaled to `resized`, cut centrally to `bucket` (w, h)."""
     height, width = pixels.shape[:2]

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from ..errors import DatasetError
 from .caption_files import CaptionIndex
@@ -74,16 +74,6 @@ class Folder:
         return f"{self.relative}/{file}" if self.relative else file
 
 
-@dataclass(frozen=True)
-class Source:
-    """One folder tree to take pictures from, with what its name or the config says about it."""
-
-    path: Path
-    relative: str
-    repeats: int
-    class_tokens: str = ""
-
-
 def is_passed_over(name: str) -> bool:
     """Hidden files, system files and half downloads: never trained, never an error."""
     lower = name.lower()
@@ -95,7 +85,7 @@ def list_folder(path: Path, relative: str, caption_extensions: Sequence[str]) ->
     folder = Folder(path, relative, captions=CaptionIndex(caption_extensions))
     try:
         with os.scandir(path) as entries:
-            found = sorted((entry.name, _is_folder(entry)) for entry in entries)
+            found = sorted(((entry.name, _is_folder(entry)) for entry in entries), key=_name_bytes)
     except OSError as error:
         raise DatasetError(f"The folder '{path}' cannot be listed: {error.strerror or error}.", path) from error
     for name, is_folder in found:
@@ -109,6 +99,10 @@ def list_folder(path: Path, relative: str, caption_extensions: Sequence[str]) ->
     return folder
 
 
+def _name_bytes(entry: tuple[str, bool]) -> bytes:
+    return os.fsencode(entry[0])
+
+
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
@@ -117,10 +111,10 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _sort_in(folder: Folder, name: str) -> None:
-    suffix = PurePath(name).suffix.lower()
+    suffix = os.path.splitext(name)[1].lower()
     if suffix in ENDINGS:
         folder.pictures.append(name)
-    elif folder.captions.add(name):
+    elif folder.captions.add(name, suffix):
         return
     else:
         folder.others.append(name)
@@ -129,7 +123,7 @@ def _sort_in(folder: Folder, name: str) -> None:
 
 
 def walk(
-    source: Source,
+    root: Path,
     caption_extensions: Sequence[str],
     *,
     recursive: bool,
@@ -142,7 +136,7 @@ def walk(
     to `problems`.
     """
     seen: set[str] = set() if skip is None else {os.path.realpath(skip)}
-    waiting = [(source.path, source.relative)]
+    waiting = [(root, "")]
     while waiting:
         path, relative = waiting.pop()
         real = os.path.realpath(path)
@@ -152,7 +146,7 @@ def walk(
         try:
             folder = list_folder(path, relative, caption_extensions)
         except DatasetError as error:
-            if path == source.path:
+            if path == root:
                 raise
             problems.append(str(error))
             continue
@@ -179,8 +173,7 @@ def pictures_below(root: Folder, *, skip: Sequence[str] = (), limit: int = 100_0
         if name in skip:
             continue
         count = 0
-        tree = Source(root.path / name, root.name_of(name), 1)
-        for folder in walk(tree, (), recursive=True, problems=[]):
+        for folder in walk(root.path / name, (), recursive=True, problems=[]):
             count += len(folder.pictures)
             if count >= limit:
                 break

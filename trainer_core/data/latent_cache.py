@@ -9,6 +9,7 @@ Shapes: B batch, C latent channel, H W latent height and width.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from ..errors import DatasetError, NonFiniteError
 from ..models import encode_images
 from .buckets import crop_tl_letterbox, crop_tl_true
 from .cache_files import ShardStore, digest
-from .decode import PictureError, parse_background
+from .decode import PictureError
+from .masks import MaskCache
 from .pool import DecodePool, Job, fit_job
 from .records import Item, StopRequested
 
@@ -36,6 +38,7 @@ _MOST_IN_BATCH = 16
 _SHARD_BYTES = 64 * 2**20
 _SHARD_ENTRIES = 4096
 _RAM_BYTES = 128 * 2**20
+_PROGRESS_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class LatentEntry:
     original_hw: tuple[int, int]
     crop_tl: tuple[int, int]
     target_hw: tuple[int, int]
+    mask_1HW: torch.Tensor | None = None  # noqa: N815
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,9 @@ class LatentCache:
     def __init__(self, folder: str | Path, vae: AutoencoderKL, fingerprint: str, dataset: DatasetConfig) -> None:
         self.vae = vae
         self.fingerprint = fingerprint
-        self.background = parse_background(dataset.background)
-        self.resample = dataset.interpolation
         self.workers = dataset.workers
-        self.flips = (False, True) if dataset.flip else (False,)
         self.store = ShardStore(Path(folder), "latents", ("mean", "std"))
+        self.masks = MaskCache(folder)
         self._ram: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._ram_bytes = 0
 
@@ -77,7 +79,7 @@ class LatentCache:
         """Name of the picture's entry: equal keys mean equal latents."""
         return digest(
             _FORMAT, item.content_hash, self.fingerprint, item.resized, item.bucket, "centre", flipped,
-            self.background, self.resample, "float32",
+            item.spec.background, item.spec.interpolation, "float32",
         )  # fmt: skip
 
     def ensure(
@@ -96,7 +98,9 @@ class LatentCache:
             DatasetError: a picture cannot be read any more or was changed since the scan.
             StopRequested: `should_stop` answered True; what was encoded is kept.
         """
+        self.masks.ensure(items, should_stop=should_stop)
         missing = self._missing(items)
+        told = 0.0
         done, pending, pending_bytes = 0, dict[str, dict[str, torch.Tensor]](), 0
         try:
             for batch, entries in self._encoded(missing):
@@ -106,7 +110,9 @@ class LatentCache:
                     self.store.put(pending)
                     pending, pending_bytes = {}, 0
                 done += len(batch)
-                if progress:
+                now = time.monotonic()
+                if progress and (done == len(missing) or now - told > _PROGRESS_SECONDS):
+                    told = now
                     progress(done, len(missing), batch[-1].item.file)
                 if should_stop and should_stop():
                     raise StopRequested
@@ -131,12 +137,13 @@ class LatentCache:
                     )
             self._remember(key, parts)
         size = (item.bucket[1], item.bucket[0])
-        if item.crop_values == "true":
+        if item.spec.crop_values == "true":
             crop = crop_tl_true(item.bucket, item.resized, flipped=flipped)
         else:
             crop = crop_tl_letterbox(item.bucket, item.upright_size, flipped=flipped)
         width, height = item.upright_size
-        return LatentEntry(parts["mean"], parts["std"], (height, width), crop, size)
+        mask_1HW = self.masks.load(item, flipped)
+        return LatentEntry(parts["mean"], parts["std"], (height, width), crop, size, mask_1HW)
 
     def _encode_again(self, item: Item, flipped: bool) -> None:
         wanted = _Wanted(self.key(item, flipped), item, flipped)
@@ -154,8 +161,10 @@ class LatentCache:
     def _missing(self, items: Sequence[Item]) -> list[_Wanted]:
         """Entries to make, each key once, grouped by bucket in item order."""
         found: dict[str, _Wanted] = {}
-        for flipped in self.flips:
+        for flipped in (False, True):
             for item in items:
+                if flipped and not item.spec.flip:
+                    continue
                 key = self.key(item, flipped)
                 if key not in self.store:
                     found.setdefault(key, _Wanted(key, item, flipped))
@@ -178,11 +187,11 @@ class LatentCache:
 
     def _job(self, item: Item) -> Job:
         return fit_job(
-            item.path,
-            self.background,
+            item.source,
+            item.spec.background,
             resized=item.resized,
             bucket=item.bucket,
-            resample=self.resample,
+            resample=item.spec.interpolation,
             content_hash=item.content_hash,
         )
 

@@ -7,7 +7,7 @@ planned steps are true steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -55,14 +55,14 @@ class BatchPlan:
         self.batch_size = batch_size
         self.draws = draws
         self._latest: tuple[int, EpochBatches] | None = None
-        repeats, self._bucket_ids, self.buckets = _columns(items)
+        repeats, self._bucket_ids, self.groups = _columns(items, batch_size)
         self._item_of_sample = np.repeat(np.arange(len(items), dtype=np.int32), repeats)
         ends = np.cumsum(repeats)
         self._first_sample = ends - repeats
         self.samples_per_epoch = int(ends[-1])
-        counts = np.bincount(self._bucket_ids[self._item_of_sample], minlength=len(self.buckets))
-        self.bucket_samples = {bucket: int(count) for bucket, count in zip(self.buckets, counts, strict=True)}
-        self.micro_batches_per_epoch = int(sum(-(-int(count) // batch_size) for count in counts))
+        counts = np.bincount(self._bucket_ids[self._item_of_sample], minlength=len(self.groups))
+        self.group_samples = {group: int(count) for group, count in zip(self.groups, counts, strict=True)}
+        self.micro_batches_per_epoch = sum(-(-count // group.batch) for group, count in self.group_samples.items())
 
     def steps_per_epoch(self, accumulation: int) -> int:
         """Steps an epoch; the last, short accumulation group is a step too, averaged over its true sample count."""
@@ -80,8 +80,8 @@ class BatchPlan:
         grouped = order[np.argsort(buckets, kind="stable")]
         starts: list[tuple[int, int]] = []
         at = 0
-        for count in self.bucket_samples.values():
-            starts += [(at + s, min(self.batch_size, count - s)) for s in range(0, count, self.batch_size)]
+        for group, count in self.group_samples.items():
+            starts += [(at + s, min(group.batch, count - s)) for s in range(0, count, group.batch)]
             at += count
         table = np.asarray(starts, dtype=np.int64).reshape(-1, 2)
         return EpochBatches(self, grouped, table[self.draws.permutation(len(table), epoch, "batch-order")])
@@ -94,14 +94,28 @@ class BatchPlan:
 
     def largest_batch(self) -> tuple[SampleRef, ...]:
         """A batch with the most pixels of any in the plan, to try memory with before the first step."""
-        _, bucket = max((w * h * min(self.bucket_samples[(w, h)], self.batch_size), (w, h)) for w, h in self.buckets)
-        wanted = self._bucket_ids[self._item_of_sample] == self.buckets.index(bucket)
-        return tuple(self.reference(int(s)) for s in np.flatnonzero(wanted)[: self.batch_size])
+        largest = max(self.groups, key=lambda g: (g.width * g.height * min(self.group_samples[g], g.batch), g))
+        wanted = self._bucket_ids[self._item_of_sample] == self.groups.index(largest)
+        return tuple(self.reference(int(s)) for s in np.flatnonzero(wanted)[: largest.batch])
 
 
-def _columns(items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
-    """(repeats of every item, number of its bucket, the buckets in sorted order)."""
-    repeats = np.fromiter((item.repeats for item in items), dtype=np.int64, count=len(items))
-    buckets = sorted({item.bucket for item in items})
-    number = {bucket: at for at, bucket in enumerate(buckets)}
-    return repeats, np.fromiter((number[item.bucket] for item in items), dtype=np.int32, count=len(items)), buckets
+class Group(NamedTuple):
+    """What the pictures of a batch have in common: bucket size in pixels, and the batch size of their set."""
+
+    width: int
+    height: int
+    batch: int
+
+
+def _columns(items: Sequence[Item], batch_size: int) -> tuple[np.ndarray, np.ndarray, list[Group]]:
+    """(repeats of every item, number of its group, the groups in sorted order)."""
+    repeats = np.empty(len(items), dtype=np.int64)
+    numbers = np.empty(len(items), dtype=np.int32)
+    known: dict[Group, int] = {}
+    for at, item in enumerate(items):
+        group = Group(*item.bucket, item.spec.batch_size or batch_size)
+        repeats[at] = item.repeats
+        numbers[at] = known.setdefault(group, len(known))
+    groups = sorted(known)
+    rank = np.array([groups.index(group) for group in known], dtype=np.int32)
+    return repeats, rank[numbers], groups

@@ -25,13 +25,13 @@ from .decode import PictureError, PictureFacts, decode_picture, examine_picture,
 Job = dict[str, Any]
 
 
-def examine_job(path: Path, background: tuple[int, int, int]) -> Job:
+def examine_job(path: Path | str, background: tuple[int, int, int]) -> Job:
     """Hash and fully decode one file."""
     return {"op": "examine", "path": str(path), "background": list(background)}
 
 
 def fit_job(
-    path: Path,
+    path: Path | str,
     background: tuple[int, int, int],
     *,
     resized: tuple[int, int],

@@ -4,41 +4,73 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..draws import sample_key
 from .captions import CaptionRules, fixed_captions
+from .sets import SetSpec
 
 
 class StopRequested(Exception):
     """Somebody asked to stop while pictures were scanned or cached. A status, not an error: nothing was lost."""
 
 
+UPSCALE_NOTED = 1.02
+"""Enlarging by more than this is worth a warning."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
     """One usable picture with its caption.
 
-    `file` is its POSIX path inside the data set and unique in the report (prior pictures start with `prior:`).
-    Sizes are (width, height) in pixels: `upright_size` of the decoded picture the right way up, `resized` after scaling
-    to cover the bucket, `bucket` after the centre crop.
+    `file` is its POSIX path inside the data set and unique in the report (prior pictures start with `prior:`); `source`
+    is where it lies on disk. Sizes are (width, height) in pixels: `upright_size` of the decoded picture the right way
+    up, `resized` after scaling to cover the bucket, `bucket` after the centre crop. `spec`: settings of its set.
+    `mask`: path of its loss mask, "alpha" for its own alpha channel, or None.
     """
 
     file: str
-    path: Path
+    source: str
     content_hash: str
     upright_size: tuple[int, int]
     resized: tuple[int, int]
     bucket: tuple[int, int]
+    spec: SetSpec
     caption: str = ""
     repeats: int = 1
-    loss_weight: float = 1.0
-    is_prior: bool = False
-    crop_values: str = "letterbox"
-    rules: CaptionRules = field(default_factory=CaptionRules, repr=False)
     mask: str | None = None
-    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return Path(self.source)
+
+    @property
+    def is_prior(self) -> bool:
+        return self.spec.is_prior
+
+    @property
+    def loss_weight(self) -> float:
+        return self.spec.loss_weight
+
+    @property
+    def rules(self) -> CaptionRules:
+        return self.spec.rules
+
+    @property
+    def upscale(self) -> float:
+        """How much the picture is enlarged to cover its bucket; below 1 it is shrunk."""
+        return max(self.resized[0] / self.upright_size[0], self.resized[1] / self.upright_size[1])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is worth saying about this picture."""
+        if self.upscale <= UPSCALE_NOTED:
+            return self.notes
+        width, height = self.upright_size
+        return (*self.notes, f"small: {width}x{height} is upscaled {self.upscale:.1f} times")
 
     def key(self, repeat: int = 0) -> str:
         """Identity of one sample of this picture in an epoch (`draws.sample_key`)."""
@@ -59,7 +91,8 @@ class ScanReport:
     """Outcome of a scan. `items` are in a deterministic order; every problem names its file.
 
     `refused` and `ignored` hold paths inside the data set. `folder` is the data set's folder, `size` the training size
-    (width, height). `error` says why nothing can be trained, or is None.
+    (width, height). `error` says why nothing can be trained, or is None. `decoded` pictures were read and decoded in
+    `decode_seconds`; the others were known by size and time stamps.
     """
 
     folder: str
@@ -71,6 +104,7 @@ class ScanReport:
     error: str | None = None
     seconds: float = 0.0
     decoded: int = 0
+    decode_seconds: float = 0.0
 
     @property
     def bucket_counts(self) -> dict[tuple[int, int], int]:
@@ -130,6 +164,8 @@ class ScanReport:
             + (f", {prior} prior pictures" if prior else "")
             + f"), {len(self.refused)} refused, {len(self.ignored)} other files passed over"
         ]
+        if self.decoded and self.decode_seconds > 0:
+            lines.append(f"  {self.decoded} read and decoded, {self.decoded / self.decode_seconds:.0f} pictures/s")
         lines += [f"  bucket {w}x{h}: {count} samples" for (w, h), count in self.bucket_counts.items()]
         lines += [f"  refused: {file}: {reason}" for file, reason in self.refused]
         lines += [f"  note: {warning}" for warning in self.warnings]

@@ -115,8 +115,8 @@ def test_kind_cache_key_holds_everything_that_changes_the_result(
     elif change == "flip":
         keys.add(base.key(item, True))
     else:
-        value = {"background": "black", "interpolation": "box"}[change]
-        keys.add(cache_in(tmp_path / "cache", vae, **{change: value}).key(item, False))
+        value = {"background": (0, 0, 0), "interpolation": "box"}[change]
+        keys.add(base.key(replace(item, spec=replace(item.spec, **{change: value})), False))
     assert len(keys) == 2
 
 
@@ -146,8 +146,8 @@ def test_kind_cache_mirrored_latents_are_their_own(
     scan: Scan, vae: AutoencoderKL, tmp_path: Path, generator: Any
 ) -> None:
     write(tmp_path / "set", "a.png", generator.enc(generator.quad(64, 64), "PNG"))
-    item = scan(tmp_path / "set").items[0]
-    cache = cache_in(tmp_path / "cache", vae, flip=True)
+    item = scan(tmp_path / "set", flip=True).items[0]
+    cache = cache_in(tmp_path / "cache", vae)
     assert cache.ensure([item]) == 2
     assert not torch.equal(cache.load(item, False).mean_CHW, cache.load(item, True).mean_CHW)
 
@@ -260,7 +260,7 @@ def test_kind_conditioning_size_values_are_per_picture_and_mirrored(
     vae: AutoencoderKL, tmp_path: Path, scan: Scan
 ) -> None:
     write(tmp_path / "set", "a.png", png(70, 100))
-    report = scan(tmp_path / "set")
+    report = scan(tmp_path / "set", flip=True)
     item = report.items[0]
     assert (item.upright_size, item.bucket) == ((70, 100), (56, 72))
     loader = loader_for(report, vae, tmp_path / "cache", flip=True)
@@ -339,7 +339,7 @@ def test_text_cache_encodes_an_unknown_caption_on_the_spot_to_the_same_bits(toy:
 def test_kind_cache_text_follows_the_caption(toy: SDXLModel, vae: AutoencoderKL, tmp_path: Path, scan: Scan) -> None:
     report = pictures(tmp_path / "set", 4, scan)
     dataset = DatasetConfig(workers=0, caption_dropout=0.5)
-    items = [replace(item, rules=replace(item.rules, dropout=0.5)) for item in report.items]
+    items = [replace(item, spec=replace(item.spec, rules=replace(item.rules, dropout=0.5))) for item in report.items]
     latents = LatentCache(tmp_path / "cache", vae, "vae-1", dataset)
     latents.ensure(items)
     texts = TextCache(tmp_path / "cache", toy)

@@ -1,0 +1,244 @@
+"""The pictures of a scan, one after another: known by the memo or decoded, captioned, judged, put in the table."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from . import scan_warnings as say
+from .buckets import BucketChooser, BucketLimits, Placement
+from .caption_files import CaptionError, CaptionText, normal_stem, read_caption
+from .captions import fixed_captions
+from .decode import PictureError, PictureFacts
+from .find import FoundFolder, FoundSet
+from .memo import FileMemo, Known, stamp_of
+from .pool import DecodePool, examine_job
+from .records import StopRequested
+from .sets import SetSpec
+from .table import ItemTable
+from .token_count import TokenCounter
+
+_INLINE_PICTURES = 64
+_PROGRESS_SECONDS = 0.2
+
+
+@dataclass(slots=True)
+class _Task:
+    """One picture on its way: known already, or with the function that waits for its facts."""
+
+    found: FoundSet
+    folder: FoundFolder
+    number: int
+    name: str
+    path: str
+    stamp: bytes | None
+    known: Known | None
+    result: Callable[[], object] | None
+
+
+class PictureScan:
+    """Fills `table` and `refused` from the sets that were found."""
+
+    def __init__(
+        self,
+        sets: Sequence[FoundSet],
+        notes: say.ScanNotes,
+        memo: FileMemo,
+        *,
+        counter: tuple[TokenCounter, bool],
+        workers: int,
+        verify: bool,
+        progress: Callable[[int, int, str], None] | None,
+        should_stop: Callable[[], bool] | None,
+    ) -> None:
+        self.sets = sets
+        self.notes = notes
+        self.memo = memo
+        self.count_tokens, self.exact_tokens = counter
+        self.workers = workers
+        self.verify = verify
+        self.progress = progress
+        self.should_stop = should_stop
+        self.table = ItemTable()
+        self.refused: list[tuple[str, str]] = []
+        self.decoded = 0
+        self.decode_seconds = 0.0
+        self._choosers: dict[BucketLimits, tuple[BucketChooser, dict[tuple[int, int], Placement]]] = {}
+        self._told = 0.0
+
+    def run(self) -> None:
+        """Look at every picture. Raises StopRequested when asked to stop; what was learnt stays in the memo."""
+        total = sum(found.pictures for found in self.sets)
+        start = time.monotonic()
+        with DecodePool(_workers(self.workers, total)) as pool:
+            waiting: deque[_Task] = deque()
+            most = 4 * max(1, pool.workers)
+            done = 0
+            for task in self._tasks(pool):
+                waiting.append(task)
+                while waiting and (waiting[0].result is None or len(waiting) > most):
+                    done += 1
+                    self._finish(waiting.popleft(), done, total)
+            while waiting:
+                done += 1
+                self._finish(waiting.popleft(), done, total)
+        self.decode_seconds = time.monotonic() - start if self.decoded else 0.0
+
+    def _tasks(self, pool: DecodePool) -> Iterator[_Task]:
+        for found in self.sets:
+            for folder in found.folders:
+                path = str(folder.folder.path)
+                number = self.table.folder(path, folder.prefix)
+                known = self.memo.folder(path)
+                for name in folder.folder.pictures:
+                    whole = os.path.join(path, name)
+                    stamp = stamp_of(whole) if self.memo.active else None
+                    old = None if self.verify or stamp is None else known.find(name)
+                    result = None
+                    if old is None or old.stamp != stamp:
+                        old, result = None, pool.submit(examine_job(whole, found.spec.background))
+                    yield _Task(found, folder, number, name, whole, stamp, old, result)
+
+    def _finish(self, task: _Task, done: int, total: int) -> None:
+        if self.should_stop and done % 64 == 1 and self.should_stop():
+            raise StopRequested
+        facts = task.known.facts if task.known else _facts(task.result)
+        self.decoded += task.known is None
+        known = task.known or Known(task.stamp or b"", facts)
+        file = task.folder.prefix + task.name
+        changed = task.known is None
+        try:
+            reason = facts.reason or _ratio_reason(facts.size, task.folder.spec.max_ratio)
+            if reason:
+                self.refused.append((file, reason))
+            else:
+                changed |= self._take(task, file, known)
+        except CaptionError as error:
+            self.refused.append((file, str(error)))
+        if changed and task.stamp is not None and facts.content_hash:
+            self.memo.put(task.path[: -len(task.name) - 1], task.name, known)
+        self._tell(done, total, file)
+
+    def _tell(self, done: int, total: int, file: str) -> None:
+        now = time.monotonic()
+        if self.progress and (done == total or now - self._told > _PROGRESS_SECONDS):
+            self._told = now
+            self.progress(done, total, file)
+
+    # ------------------------------------------------------------------ judging
+    def _take(self, task: _Task, file: str, known: Known) -> bool:
+        """Put a good picture into the table; True when its caption file was read anew."""
+        spec, facts = task.folder.spec, known.facts
+        text, name, changed = self._caption_text(task, known)
+        caption, notes = self._caption(task, file, text, name)
+        for note in facts.notes:
+            self.notes.decoded.setdefault(note, say.Told()).add(file)
+        notes = (*facts.notes, *notes, *self._length_note(file, caption, spec))
+        mask = self._mask(task, file)
+        self.table.add(
+            spec,
+            task.number,
+            task.name,
+            content_hash=facts.content_hash,
+            size=facts.size,
+            place=self._place(spec, facts.size),
+            caption=caption,
+            notes=notes,
+            mask=mask,
+        )
+        return changed
+
+    def _place(self, spec: SetSpec, size: tuple[int, int]) -> Placement:
+        chooser, known = self._choosers.setdefault(spec.limits, (BucketChooser(spec.limits), {}))
+        place = known.get(size)
+        if place is None:
+            place = known[size] = chooser.place(*size)
+        return place
+
+    def _caption_text(self, task: _Task, known: Known) -> tuple[CaptionText, str, bool]:
+        """(text, where it comes from, whether a file was read). CaptionError when a file is there but is no text."""
+        inside = (task.folder.prefix + task.name)[len(task.found.spec.prefix) :]
+        if task.found.metadata is not None:
+            lines = task.found.metadata.find(inside)
+            if lines is not None:
+                return CaptionText(lines), task.found.metadata.name, False
+        name = task.folder.folder.captions.find(normal_stem(task.name), task.found.ending)
+        if name is None:
+            return CaptionText(()), "", False
+        path = os.path.join(str(task.folder.folder.path), name)
+        spec = task.folder.spec
+        stamp = stamp_of(path) if self.memo.active else None
+        key = spec.caption_encoding or ""
+        same = known.caption_name == name and known.caption_key == key and known.caption_stamp == stamp
+        if known.caption is not None and same and not self.verify:
+            return known.caption, name, False
+        text = read_caption(task.folder.folder.path / name, spec.caption_encoding)
+        known.caption_name, known.caption_key, known.caption_stamp, known.caption = name, key, stamp or b"", text
+        return text, name, stamp is not None
+
+    def _caption(self, task: _Task, file: str, text: CaptionText, name: str) -> tuple[str, tuple[str, ...]]:
+        """Caption and notes about it."""
+        spec, index = task.folder.spec, task.folder.folder.captions
+        self.notes.endings.add(task.found.ending)
+        if not name:
+            stem = normal_stem(task.name)
+            strays = [index.find(stem, other) for other in index.extensions if other != task.found.ending]
+            for stray in filter(None, strays):
+                self.notes.other_endings.add(task.folder.prefix + stray)
+        if text.lines:
+            return ("\n".join(text.lines) if spec.keeps_lines else text.joined), text.notes
+        (self.notes.empty if name else self.notes.without).add(file)
+        fallback = spec.default_caption or spec.class_tokens
+        self.notes.fallback.add(fallback)
+        return fallback, (*text.notes, f"the caption in {name} is empty" if name else "no caption file")
+
+    def _length_note(self, file: str, caption: str, spec: SetSpec) -> tuple[str, ...]:
+        fixed = fixed_captions(caption, spec.rules)
+        text, limit = fixed[0] if fixed else caption, spec.max_token_length
+        # a token stands for at least one byte, so most short captions need no counting
+        if len(text) * 4 <= limit or (text.isascii() and len(text) <= limit):
+            return ()
+        count = self.count_tokens(text)
+        if count <= limit:
+            return ()
+        words = f"{count}" if self.exact_tokens else f"at least {count}"
+        self.notes.long.add(f"{file} ({words})")
+        return (f"caption too long: {words} tokens, the window holds {limit}; the rest is cut off",)
+
+    def _mask(self, task: _Task, file: str) -> str | None:
+        spec = task.folder.spec
+        if not spec.mask or spec.is_prior:
+            return None
+        if spec.mask == "alpha":
+            return "alpha"
+        found = task.found.masks.find(file[len(task.found.spec.prefix) :]) if task.found.masks else None
+        if found is None:
+            self.notes.unmasked.add(file)
+        return found
+
+
+def _ratio_reason(size: tuple[int, int], limit: float) -> str | None:
+    ratio = max(size) / max(1, min(size))
+    if ratio <= limit:
+        return None
+    return f"aspect ratio {ratio:.0f}:1 ({size[0]}x{size[1]}) is beyond the limit of {limit:g}:1"
+
+
+def _facts(result: Callable[[], object] | None) -> PictureFacts:
+    assert result is not None, "a picture is either known or decoded"
+    try:
+        found = result()
+    except PictureError as error:
+        return PictureFacts("", (0, 0), reason=str(error))
+    assert isinstance(found, PictureFacts), f"an examine job answers facts, got {type(found).__name__}"
+    return found
+
+
+def _workers(asked: int, pictures: int) -> int:
+    """Processes for the first pass: none for small sets, where starting them takes longer than the work."""
+    if asked == 0 or pictures < _INLINE_PICTURES:
+        return 0
+    return min(max(asked, os.cpu_count() or 1), 8)
