@@ -14,6 +14,9 @@ from typing import Any, TextIO
 _PLAIN_EVERY_S = 15.0
 _LIVE_EVERY_S = 0.1
 
+NOTE_TOPICS = frozenset({"settings", "model", "network", "validation"})
+"""Topics of `Warned` that tell what was chosen, not that something is wrong."""
+
 Wire = dict[str, Any]
 
 
@@ -152,7 +155,8 @@ class ConsoleProgress:
         self.line(f"step {step}: {final} {data['file']} ({size(data['bytes'])}); {data['proof']}")
 
     def _on_Warned(self, step: int, data: Wire) -> None:
-        self.line(f"warning: {data['message']}")
+        word = "note" if data["topic"] in NOTE_TOPICS else "warning"
+        self.line(f"{word}: {data['message']}")
 
     def _on_Resumed(self, step: int, data: Wire) -> None:
         self.line(f"resumed from {data['checkpoint']}")
