@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from .events import NOTE_TOPICS
+
 _PLAIN_EVERY_S = 15.0
 _LIVE_EVERY_S = 0.1
-
-NOTE_TOPICS = frozenset({"settings", "model", "network", "validation"})
-"""Topics of `Warned` that tell what was chosen, not that something is wrong."""
 
 Wire = dict[str, Any]
 

@@ -138,6 +138,10 @@ class MemoryState(Event):
     detail: str = ""
 
 
+NOTE_TOPICS = frozenset({"settings", "model", "network", "validation"})
+"""Topics of `Warned` that tell what was chosen, not that something is wrong."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Something the user should know that does not stop the run. `topic` groups repeats."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from ..events import NOTE_TOPICS
 from .report_data import ReportData, Row
 from .report_html import duration, listing, number, plural, size
 
@@ -218,7 +219,6 @@ _TOPICS = {
     "model": "The base model",
     "memory": "Memory",
 }
-_NOTE_TOPICS = frozenset({"settings", "model", "network", "validation"})
 
 
 def _warnings(data: ReportData) -> list[ProblemGroup]:
@@ -228,7 +228,7 @@ def _warnings(data: ReportData) -> list[ProblemGroup]:
         by_topic.setdefault(topic, {}).setdefault(message)
     return [
         ProblemGroup(
-            severity="note" if topic in _NOTE_TOPICS else "warning",
+            severity="note" if topic in NOTE_TOPICS else "warning",
             title=_TOPICS.get(topic, topic[:1].upper() + topic[1:] or "Warnings"),
             lines=tuple(messages),
         )
