@@ -29,6 +29,7 @@ def test_demo_lesson_starts_from_what_the_toy_knows(tmp_path: Path) -> None:
     config = replace(
         config,
         run=replace(config.run, max_train_steps=3),
+        schedule=replace(config.schedule, warmup_steps=0),
         preview=replace(config.preview, prompts=()),
         validation=replace(config.validation, enabled=False),
     )
