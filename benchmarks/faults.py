@@ -60,13 +60,13 @@ class Kill:
     number: int
     moment: str
     step: int
-    restored: int
-    recovery_s: float
+    restored: int = -1
+    recovery_s: float = 0.0
     damage: str = ""
 
     @property
     def repeated(self) -> int:
-        return max(0, self.step - self.restored)
+        return max(0, self.step - self.restored) if self.restored >= 0 else 0
 
 
 class Attempt:
@@ -75,6 +75,8 @@ class Attempt:
     def __init__(self, run_dir: Path, spawn: bool) -> None:
         self.started = time.perf_counter()
         self.step = 0
+        self.restored = -1
+        self.recovery_s = 0.0
         if spawn:
             command = [sys.executable, str(ROOT / "trainer_core" / "worker_main.py"), str(run_dir)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -105,8 +107,17 @@ class Attempt:
                 *lines, self._pending = (self._pending + chunk).split(b"\n")
                 for line in lines:
                     wire = json.loads(line)
-                    self.step = max(self.step, int(wire["step"])) if wire["type"] == "StepFinished" else self.step
+                    self._note(wire)
                     yield wire
+
+    def _note(self, wire: Wire) -> None:
+        """Step, from where it went on, and how long it took to be where it left off."""
+        if wire["type"] in ("RunStarted", "Resumed"):
+            self.restored = self.step = int(wire["step"])
+        elif wire["type"] == "StepFinished":
+            self.step = int(wire["step"])
+        if wire["type"] in ("StepFinished", "RunFinished") and not self.recovery_s:
+            self.recovery_s = time.perf_counter() - self.started
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -194,46 +205,34 @@ def damage_on_disk(run_dir: Path) -> str:
     return ""
 
 
-def kill_once(run_dir: Path, number: int, typical: float, spawn: bool) -> tuple[Kill | None, float]:
-    """Start the run and kill it at the moment of `number`; None when it finished first. Second: recovery time.
-
-    Recovery: seconds from the start of a process to its first finished step (0 when it never came to one).
-    """
+def kill_once(run_dir: Path, number: int, typical: float, spawn: bool) -> tuple[Attempt, str]:
+    """Start the run and kill it at the moment of `number`: (the attempt, the moment; empty when it finished first)."""
     draw = random.Random(number)
     moment = draw.choice(MOMENTS)
     attempt = Attempt(run_dir, spawn)
-    wait = draw.uniform(0.0, typical) if moment == "time" else None
-    after = draw.uniform(0.0, 0.15)
-    skip = draw.randrange(3)
-    until = None if wait is None else attempt.started + wait
-    recovery = 0.0
+    after, skip = draw.uniform(0.0, 0.15), draw.randrange(3)
+    until = attempt.started + draw.uniform(0.0, typical) if moment == "time" else None
     for wire in attempt.events(until):
-        if wire is None:
-            attempt.kill()
-            return Kill(number, moment, attempt.step, 0, 0.0), recovery
-        if wire["type"] == "StepFinished" and not recovery:
-            recovery = time.perf_counter() - attempt.started
-        if moment in (wire["type"], wire["data"].get("phase")):
-            skip -= 1
-            if skip < 0:
-                time.sleep(after)
-                attempt.kill()
-                return Kill(number, moment, attempt.step, 0, 0.0), recovery
+        if wire is not None:
+            skip -= moment in (wire["type"], wire["data"].get("phase"))
+            if skip >= 0:
+                continue
+            time.sleep(after)
+        attempt.kill()
+        return attempt, moment
     attempt.end()
-    return None, recovery
+    return attempt, ""
 
 
-def finish_run(run_dir: Path, spawn: bool) -> tuple[str, float]:
-    """Run to the end; (status, recovery time)."""
+def finish_run(run_dir: Path, spawn: bool) -> tuple[Attempt, str]:
+    """Run to the end; (the attempt, its status)."""
     attempt = Attempt(run_dir, spawn)
-    status, recovery = "died", 0.0
+    status = "died"
     for wire in attempt.events():
-        if wire and wire["type"] == "StepFinished" and not recovery:
-            recovery = time.perf_counter() - attempt.started
         if wire and wire["type"] == "RunFinished":
             status = f"{wire['data']['status']}: {wire['data']['message']}"
     attempt.end()
-    return status, recovery
+    return attempt, status
 
 
 def campaign(folder: Path, numbers: list[int], whole: Path, typical: float, spawn: bool) -> list[Kill]:
@@ -244,32 +243,30 @@ def campaign(folder: Path, numbers: list[int], whole: Path, typical: float, spaw
     run_dir = create_run(config_for(model, work / "pictures", work / "out")).path
     kills: list[Kill] = []
     for number in numbers:
-        kill, recovery = kill_once(run_dir, number, typical, spawn)
-        settle(kills, run_dir, recovery)
-        if kill is None:
+        attempt, moment = kill_once(run_dir, number, typical, spawn)
+        settle(kills, attempt)
+        if not moment:
             break
-        kill.damage = damage_on_disk(run_dir)
-        kills.append(kill)
+        kills.append(Kill(number, moment, attempt.step, damage=damage_on_disk(run_dir)))
     else:
-        status, recovery = finish_run(run_dir, spawn)
-        settle(kills, run_dir, recovery)
+        attempt, status = finish_run(run_dir, spawn)
+        settle(kills, attempt)
         if not status.startswith("finished"):
             kills[-1].damage = kills[-1].damage or status
-    if not any(kill.damage for kill in kills) and kills:
+    if kills and not any(kill.damage for kill in kills):
         kills[-1].damage = difference(run_dir, whole)
     if not any(kill.damage for kill in kills):
         shutil.rmtree(work)
     return kills
 
 
-def settle(kills: list[Kill], run_dir: Path, recovery: float) -> None:
-    """Now that the run was started again: from which step, and how long it took."""
-    if not kills or kills[-1].recovery_s:
+def settle(kills: list[Kill], attempt: Attempt) -> None:
+    """Where `attempt` went on belongs to the kill before it, and to earlier ones whose successors came to nothing."""
+    if attempt.restored < 0:
         return
-    with open_readonly(RunFolder(run_dir).database_path) as record:
-        resumed = [event["step"] for event in record.events("Resumed")]
-    kills[-1].restored = min(resumed[-1] if resumed else 0, kills[-1].step)
-    kills[-1].recovery_s = recovery
+    for kill in kills:
+        if kill.restored < 0:
+            kill.restored, kill.recovery_s = attempt.restored, attempt.recovery_s
 
 
 def difference(run_dir: Path, whole: Path) -> str:
@@ -298,7 +295,7 @@ def main() -> None:
     model, pictures = prepare(folder)
     whole = create_run(config_for(model, pictures, folder / "whole")).path
     started = time.perf_counter()
-    status, _ = finish_run(whole, arguments.spawn)
+    _, status = finish_run(whole, arguments.spawn)
     typical = time.perf_counter() - started
     if not status.startswith("finished"):
         raise RuntimeError(f"the unbroken run ended as {status}; see {whole}")
@@ -307,7 +304,7 @@ def main() -> None:
         first = max((kill.number for kill in kills), default=-1) + 1
         numbers = list(range(first, first + min(arguments.per_run, wanted - len(kills))))
         new = campaign(folder, numbers, whole, typical, arguments.spawn)
-        kills += new or [Kill(numbers[0], "finished first", 0, 0, 0.0)]
+        kills += new or [Kill(numbers[0], "finished first", 0)]
         for kill in new:
             fate = kill.damage or "survived"
             print(f"kill {kill.number:4d} at {kill.moment:20s} step {kill.step}, resumed from {kill.restored}: {fate}")

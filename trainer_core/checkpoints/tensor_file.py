@@ -13,6 +13,7 @@ import math
 import struct
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,17 @@ def read(path: Path, expected: FileEntry | None = None) -> TensorFile:
     digest = hashlib.sha256()
     view = buffer.numpy().data if size else memoryview(b"")
     done = 0
-    with path.open("rb", buffering=0) as stream:
+    # One piece is hashed while the next one is read: both let go of the interpreter's lock.
+    with path.open("rb", buffering=0) as stream, ThreadPoolExecutor(1) as beside:
+        hashed: list[Future[None]] = []
         while done < size:
             count = stream.readinto(view[done : done + _CHUNK])
             if not count:
                 raise Damaged(f"{path.name} ended after {done} of {size} bytes")
-            digest.update(view[done : done + count])
+            hashed.append(beside.submit(digest.update, view[done : done + count]))
             done += count
+        for future in hashed:
+            future.result()
     entry = FileEntry(size, digest.hexdigest())
     if expected is not None and entry.sha256 != expected.sha256:
         raise Damaged(f"{path.name} does not match its SHA-256")
