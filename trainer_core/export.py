@@ -42,8 +42,10 @@ class Exporter:
         self.state = state
         self.started_at = time.time()
 
-    def __call__(self, path: Path, step: int) -> ExportedLora:
+    def __call__(self, path: Path, step: int, *, require_effect: bool) -> ExportedLora:
         """Write the LoRA of this moment to `path`, replacing an earlier export of the same step of this run.
+
+        `require_effect`: a file that changes nothing is an error.
 
         Raises:
             AdapterError: a tensor is not finite, or the file fails its proof.
@@ -56,6 +58,7 @@ class Exporter:
                 self.parts.model,
                 build_metadata(self.config, self._facts(step)),
                 dtype=self.config.checkpoint.save_precision,
+                require_effect=require_effect,
             )
 
     @cached_property

@@ -28,7 +28,7 @@ from .events import (
 
 if TYPE_CHECKING:
     from .checkpoints.store import CheckpointStore, RunState
-    from .networks.export import ExportedLora
+    from .export import Exporter
     from .optim.live_weights import Purpose
     from .resume import RunIdentity
     from .runs.folder import RunFolder
@@ -57,7 +57,7 @@ class Session:
     commands: Commands
     store: CheckpointStore
     capture: Callable[[], RunState]
-    export: Callable[[Path, int], ExportedLora]
+    export: Exporter
     identity: RunIdentity
     final_lora: Path
     validation: StableValidation | None
@@ -120,18 +120,22 @@ class Session:
     def save_lora(self, step: int, path: Path | None = None, *, final: bool = False) -> Path | None:
         """Export the adapter and prove the file.
 
+        Before the end an adapter that does nothing yet (a warm-up begins at a rate of 0) is only told.
+
         Raises:
-            AdapterError: the file does not hold what it should, or the adapter does nothing.
+            AdapterError: the file does not hold what it should, or the final adapter does nothing.
         """
         name = f"{self.config.run.output_name}-step{step:08d}.safetensors"
         target = path or self.folder.loras / name
         try:
-            exported = self.export(target, step)
+            exported = self.export(target, step, require_effect=final)
         except (OSError, ResourceError) as error:
             self._warn(step, "save", f"The LoRA file {target} could not be written: {error}")
             return None
         for note in exported.notes:
             self._warn(step, "save", note)
+        if not exported.proof.does_something:
+            self._warn(step, "save", f"{target.name} changes nothing yet: no step has moved the adapter so far.")
         self.bus.emit(
             LoraSaved(
                 step=step,

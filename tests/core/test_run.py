@@ -37,15 +37,18 @@ def config_for(micro_model: Path, pictures: Path, tmp_path: Path) -> Callable[..
 def test_a_run_trains_every_part_and_leaves_a_proven_file(config_for: Callable[..., TrainConfig]) -> None:
     result, recorder = train(config_for())
     assert (result.status, result.step, result.applied, result.rejected) == ("finished", 4, 4, 0), result.message
-    assert result.lora is not None and result.lora.name == "test.safetensors"
+    assert result.lora is not None
+    assert result.lora.name == "test.safetensors"
     state = load_file(result.lora)
     for part in ("lora_unet", "lora_te1", "lora_te2"):
         moved = [key for key, value in state.items() if key.startswith(part) and "lora_up" in key and bool(value.any())]
         assert moved, f"nothing of {part} was trained"
     (saved,) = recorder.of("LoraSaved")
-    assert saved["final"] and "Proven" in saved["proof"]
+    assert saved["final"]
+    assert "Proven" in saved["proof"]
     assert recorder.of("RunFinished")[0]["status"] == "finished"
-    assert result.report is not None and result.report.exists()
+    assert result.report is not None
+    assert result.report.exists()
 
 
 def test_kind_determinism_same_seed_same_bits(config_for: Callable[..., TrainConfig]) -> None:
@@ -53,7 +56,8 @@ def test_kind_determinism_same_seed_same_bits(config_for: Callable[..., TrainCon
     first, one = train(config_for("a"))
     second, two = train(config_for("b"))
     other, three = train(config_for("c", run={"seed": 8}))
-    assert one.losses == two.losses and len(one.losses) == 4
+    assert one.losses == two.losses
+    assert len(one.losses) == 4
     assert body_hash(first.lora) == body_hash(second.lora) != body_hash(other.lora)
     assert one.losses != three.losses
 
@@ -68,7 +72,8 @@ def test_kind_side_effects_previews_and_validation_change_nothing(config_for: Ca
             validation={"enabled": True, "split": 0.0, "every_steps": 1, "bands": 2},
         )
     )
-    assert len(recorder.of("PreviewReady")) == 5 and len(recorder.of("ValidationFinished")) == 5
+    assert len(recorder.of("PreviewReady")) == 5
+    assert len(recorder.of("ValidationFinished")) == 5
     assert recorder.losses == without.losses
     assert body_hash(plain.lora) == body_hash(watched.lora)
 
@@ -78,7 +83,9 @@ def test_kind_resume_state_stop_and_resume_is_exact(config_for: Callable[..., Tr
     """B14, B16, B18, B19: stop, resume, and the result is the unbroken run's, bit for bit, with one step count."""
     whole, unbroken = train(config_for("whole", run={"max_train_steps": 6}, lora={"dropout": 0.1}))
     part, before = train(config_for("part", run={"max_train_steps": 6}, lora={"dropout": 0.1}), stop_after=at)
-    assert part.status == "stopped" and part.step == at and part.lora is not None
+    assert part.status == "stopped"
+    assert part.step == at
+    assert part.lora is not None
     recorder = Recorder()
     done = resume_run(part.run_dir, sink=recorder)
     assert (done.status, done.step) == ("finished", 6)
@@ -107,7 +114,8 @@ def test_kind_resume_config_changed_settings(config_for: Callable[..., TrainConf
 
     part, _ = train(config_for(), stop_after=2)
     refused = resume_run(part.run_dir, lambda c: replace(c, lora=replace(c.lora, rank=8)))
-    assert refused.status == "failed" and "lora.rank: 4 in the checkpoint, 8 now" in refused.message
+    assert refused.status == "failed"
+    assert "lora.rank: 4 in the checkpoint, 8 now" in refused.message
     recorder = Recorder()
 
     def slower(config: TrainConfig) -> TrainConfig:
@@ -141,9 +149,12 @@ def test_kind_non_finite_one_bad_step_is_rejected(
     result, recorder = train(config_for())
     assert (result.status, result.step, result.applied, result.rejected) == ("finished", 4, 3, 1)
     (rejected,) = recorder.of("StepRejected")
-    assert rejected["step"] == 2 and rejected["loss"] is None and rejected["nonfinite"] == ["loss", "grad_norm"]
+    assert rejected["step"] == 2
+    assert rejected["loss"] is None
+    assert rejected["nonfinite"] == ["loss", "grad_norm"]
     assert rejected["reason"] == "the loss is not a finite number"
-    assert rejected["culprits"] and all(name.endswith(".png") for name in rejected["samples"])
+    assert rejected["culprits"]
+    assert all(name.endswith(".png") for name in rejected["samples"])
     assert [data["applied"] for data in recorder.of("StepFinished")] == [1, 2, 3]
     assert result.lora is not None
     assert all(bool(torch.isfinite(value).all()) for value in load_file(result.lora).values())
@@ -156,7 +167,8 @@ def test_kind_loss_scale_run_halts_with_a_reason(
     poison(monkeypatch, set(range(1, 100)))
     result, recorder = train(config_for(run={"max_train_steps": 50}, precision={"max_rejected_steps": 3}))
     assert (result.status, result.applied, result.lora, result.exit_code) == ("failed", 0, None, 1)
-    assert result.step == 3 and "3 rejected steps in a row" in result.message
+    assert result.step == 3
+    assert "3 rejected steps in a row" in result.message
     assert not list(result.run_dir.parents[1].glob("*.safetensors"))
     assert recorder.of("RunFinished")[0]["status"] == "failed"
 
@@ -167,8 +179,19 @@ def test_a_run_that_changes_nothing_is_an_error(
     """Kind loss-weight (B05): whatever the cause, a LoRA without effect is no result."""
     monkeypatch.setattr("trainer_core.trainer.learning_rate_factor", lambda *_: 0.0)
     result, _ = train(config_for(run={"max_train_steps": 2}))
-    assert result.status == "failed" and "changes nothing" in result.message
+    assert result.status == "failed"
+    assert "changes nothing" in result.message
     assert not list(result.run_dir.parents[1].glob("*.safetensors"))
+
+
+def test_an_early_export_without_effect_is_told_not_fatal(config_for: Callable[..., TrainConfig]) -> None:
+    """Warm-up's first rate is 0: an export or a stop after step 1 holds an untouched adapter."""
+    config = config_for(run={"max_train_steps": 4}, schedule={"warmup_steps": 2}, checkpoint={"lora_every_steps": 1})
+    stopped, recorder = train(config, stop_after=1)
+    assert stopped.status == "stopped"
+    assert stopped.lora is not None
+    assert any("changes nothing yet" in data["message"] for data in recorder.of("Warned"))
+    assert resume_run(stopped.run_dir).status == "finished"
 
 
 @pytest.mark.parametrize("frozen", ["te1", "te2", "unet"])
@@ -224,7 +247,8 @@ def test_kind_bucket_short_groups_still_step(config_for: Callable[..., TrainConf
         optimizer={"te1_lr": 0.0, "te2_lr": 0.0},
     )
     result, recorder = train(config)
-    assert result.step == 4 and recorder.of("RunStarted")[0]["total_steps"] == 4
+    assert result.step == 4
+    assert recorder.of("RunStarted")[0]["total_steps"] == 4
     assert [data["epoch"] for data in recorder.of("StepFinished")] == [0, 0, 1, 1]
 
 
@@ -232,7 +256,8 @@ def test_names_are_never_overwritten(config_for: Callable[..., TrainConfig]) -> 
     first, _ = train(config_for(run={"max_train_steps": 1}))
     before = first.lora.read_bytes() if first.lora else b""
     second, _ = train(config_for(run={"max_train_steps": 1}))
-    assert first.lora is not None and second.lora is not None
+    assert first.lora is not None
+    assert second.lora is not None
     assert (first.lora.name, second.lora.name) == ("test.safetensors", "test-2.safetensors")
     assert first.lora.read_bytes() == before
 
@@ -251,7 +276,8 @@ def test_run_folder_holds_the_whole_record(config_for: Callable[..., TrainConfig
 
     result, _ = train(config_for(checkpoint={"every_steps": 2, "lora_every_steps": 2}))
     stored = json.loads((result.run_dir / "config.json").read_text(encoding="utf-8"))
-    assert stored["config"]["run"]["seed"] == 11 and stored["format_version"] >= 1
+    assert stored["config"]["run"]["seed"] == 11
+    assert stored["format_version"] >= 1
     assert sorted(path.name for path in (result.run_dir / "lora").glob("*.safetensors")) == [
         "test-step00000002.safetensors",
         "test-step00000004.safetensors",

@@ -59,7 +59,8 @@ def test_kind_resume_state_sigkill_at_a_random_moment(micro_model: Path, picture
         worker.wait()
     done = run(folder.path)
     assert (done.status, done.step) == ("finished", 12), done.message
-    assert whole.lora is not None and done.lora is not None
+    assert whole.lora is not None
+    assert done.lora is not None
     assert body_hash(done.lora) == body_hash(whole.lora)
 
 
@@ -79,7 +80,8 @@ def test_supervisor_restarts_a_killed_worker(micro_model: Path, pictures: Path, 
     assert outcome.status == "finished", outcome
     assert [wire["data"]["checkpoint"] for wire in seen if wire["type"] == "Resumed"] == ["step-00000003"]
     lora = Path(json.loads((folder.path / "config.json").read_text(encoding="utf-8"))["final_lora"])
-    assert whole.lora is not None and body_hash(lora) == body_hash(whole.lora)
+    assert whole.lora is not None
+    assert body_hash(lora) == body_hash(whole.lora)
 
 
 def children_of(pid: int) -> list[int]:
@@ -97,8 +99,10 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_usable_lora(micro_model: Path, picture
     worker.send_signal(signal.SIGINT)
     last = events_until(worker, "RunFinished")
     assert worker.wait(timeout=60) == 0
-    assert last["data"]["status"] == "stopped" and last["step"] <= step + 2
-    assert Path(last["data"]["lora"]).is_file() and last["data"]["checkpoint"]
+    assert last["data"]["status"] == "stopped"
+    assert last["step"] <= step + 2
+    assert Path(last["data"]["lora"]).is_file()
+    assert last["data"]["checkpoint"]
     assert "safe-scaler resume" in last["data"]["message"]
 
 
