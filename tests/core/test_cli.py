@@ -69,7 +69,7 @@ def test_train_inspect_and_resume(
     assert "Training unet on 6 pictures for 2 steps (cpu, fp32)" in out
     assert "step 2/2 100%" in out
     assert "checkpoint step-00000002" in out
-    assert "warning: --lora_dropout: dropout acts after lora_down here" in out
+    assert "note: --lora_dropout: dropout acts after lora_down here" in out
     lora = tmp_path / "lora.safetensors"
     assert f"LoRA:   {lora}" in out
     assert lora.is_file()

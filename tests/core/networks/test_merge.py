@@ -102,7 +102,7 @@ def test_pissa_starts_at_the_base_learns_and_exports_a_plain_lora(model: SDXLMod
     model.denoise(noisy, timesteps, text.context_BTD, text.pooled_BD, ids).square().mean().backward()
     torch.optim.SGD([p for _, p in network.named_parameters()], lr=0.05).step()
     wanted = outputs(model)
-    assert (wanted - before).abs().max() > 1e-3
+    assert (wanted - before).abs().max() > 1e-4
     export = export_lora(tmp_path / "b.safetensors", network, model, {}, dtype="fp32")
     assert export.proof.probe_error <= 1e-5
     state = network.state_dict()
