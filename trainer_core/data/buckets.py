@@ -32,11 +32,13 @@ class BucketLimits:
 def resolve_limits(size: tuple[int, int] | None, bucket: BucketConfig, native_size: int) -> BucketLimits:
     """Limits of a run: unset ones follow from the model's native size (design section 6).
 
-    min = native / 4, max = native x 2, step = 64, or 8 for models below 256 pixels. An unset minimum or maximum gives
-    way to a training size outside of it. Raises ConfigError naming every contradiction.
+    min = native / 4, max = native x 2, step = 64, or 8 below 256 pixels. A training size below a quarter of the native
+    size takes its place; an unset maximum gives way to a training size above it.
+    Raises ConfigError naming every contradiction.
     """
     width, height = size or (native_size, native_size)
-    step = bucket.step or (64 if native_size >= 256 else VAE_FACTOR)
+    base = native_size if min(width, height) >= native_size // 4 else max(VAE_FACTOR, min(width, height))
+    step = bucket.step or (64 if base >= 256 else VAE_FACTOR)
     problems: list[Problem] = []
     if step % VAE_FACTOR:
         problems.append(Problem("bucket.step", step, f"bucket sides must be multiples of {VAE_FACTOR}", "Use 64."))
@@ -50,8 +52,8 @@ def resolve_limits(size: tuple[int, int] | None, bucket: BucketConfig, native_si
                     "Use e.g. 1024.",
                 )
             )
-    low = bucket.min_size or min(native_size // 4, width, height)
-    high = bucket.max_size or max(native_size * 2, width, height)
+    low = bucket.min_size or min(base // 4, width, height)
+    high = bucket.max_size or max(base * 2, width, height)
     if low > min(width, height):
         problems.append(
             Problem(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import codecs
-import os
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,7 +68,8 @@ def decode_caption(data: bytes, name: str, encoding: str | None) -> CaptionText:
 
 def normal_stem(name: str) -> str:
     """Stem in composed Unicode: macOS stores names decomposed, other systems do not."""
-    stem = os.path.splitext(name)[0]
+    at = name.rfind(".")
+    stem = name[:at] if at > 0 else name
     return stem if stem.isascii() else unicodedata.normalize("NFC", stem)
 
 
@@ -84,12 +84,16 @@ class CaptionIndex:
     def __post_init__(self) -> None:
         self.extensions = tuple(ext.lower() if ext.startswith(".") else f".{ext.lower()}" for ext in self.extensions)
 
-    def add(self, name: str, suffix: str) -> bool:
-        """Take in a file name with its lower-case ending; False when that is none of the caption endings."""
-        if suffix not in self.extensions:
-            return False
-        self._exact.setdefault(suffix, {}).setdefault(normal_stem(name), name)
-        return True
+    def add(self, name: str, suffix: str) -> None:
+        """Take in a file name with its lower-case ending."""
+        by_stem = self._exact.get(suffix)
+        if by_stem is None:
+            by_stem = self._exact[suffix] = {}
+        by_stem.setdefault(normal_stem(name), name)
+
+    def stems(self, extension: str) -> Mapping[str, str]:
+        """File names of the captions with this ending by stem."""
+        return self._exact.get(extension, {})
 
     def find(self, stem: str, extension: str) -> str | None:
         """File name of the caption with this ending for a picture's `normal_stem`, or None."""
@@ -105,6 +109,10 @@ class CaptionIndex:
                 for extension, by_stem in self._exact.items()
             }
         return self._folded
+
+    def without(self, stems: Container[str]) -> list[str]:
+        """Captions whose stem is none of the pictures' `stems`."""
+        return [name for by_stem in self._exact.values() for stem, name in by_stem.items() if stem not in stems]
 
     def names(self) -> Iterable[str]:
         for by_stem in self._exact.values():

@@ -73,6 +73,12 @@ class CaptionRules:
         return self.wildcards or self.shuffle or self.tag_dropout > 0 or self.token_warmup_step > 0
 
     @property
+    def untouched(self) -> bool:
+        """Whether a caption that is not dropped is trained as it stands."""
+        changed = self.prefix or self.suffix or self.secondary_separator or self.compat != "none"
+        return not changed and not self.open_ended
+
+    @property
     def may_be_empty(self) -> bool:
         """Whether the empty caption can occur by dropout."""
         return self.dropout > 0 or self.dropout_every_n_epochs > 0
@@ -113,6 +119,8 @@ def fixed_captions(caption: str, rules: CaptionRules) -> tuple[str, ...] | None:
     """All captions that can come of this one, or None when they are too many to list (`rules.open_ended`)."""
     if rules.open_ended:
         return None
+    if rules.untouched:
+        return (caption, "") if rules.may_be_empty and caption else (caption,)
     plain = CaptionRules(
         prefix=rules.prefix,
         suffix=rules.suffix,

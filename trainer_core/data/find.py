@@ -66,7 +66,12 @@ def find_set(spec: SetSpec, notes: say.ScanNotes, skip: Path | None) -> FoundSet
     folders: list[FoundFolder] = []
     for part in _parts(spec, root, notes):
         for folder in walk(
-            part.folder, spec.caption_extensions, recursive=spec.recursive, problems=notes.free, skip=skip
+            part.folder,
+            spec.caption_extensions,
+            recursive=spec.recursive,
+            problems=notes.free,
+            skip=skip,
+            first=root if part is spec else None,
         ):
             start = part.prefix + (f"{folder.relative}/" if folder.relative else "")
             folders.append(FoundFolder(part, folder, start))
@@ -119,7 +124,9 @@ def _caption_ending(folders: Sequence[FoundFolder], extensions: Sequence[str]) -
     for extension in folders[0].folder.captions.extensions:
         for found in folders:
             captions = found.folder.captions
-            if any(captions.find(normal_stem(name), extension) for name in found.folder.pictures):
+            if captions.stems(extension) and any(
+                captions.find(normal_stem(name), extension) for name in found.folder.pictures
+            ):
                 return extension
     return extensions[0] if extensions else ".txt"
 
@@ -150,7 +157,7 @@ def _add_listed(found: FoundSet, file: str) -> None:
     for one in found.folders:
         if one.prefix == prefix:
             one.folder.pictures.append(name)
-            one.folder.pictures.sort(key=os.fsencode)
+            one.folder.pictures.sort()
             return
     folder = list_folder(found.spec.folder / below, below, found.spec.caption_extensions)
     folder.pictures, folder.others = [name], []
@@ -168,16 +175,15 @@ def _note_others(one: FoundFolder, found: FoundSet, notes: say.ScanNotes) -> Non
     """Files that are passed over, pictures that share a name, and captions without a picture."""
     folder = one.folder
     seen: dict[str, str] = {}
-    used: set[str] = set()
     for name in folder.pictures:
         stem = normal_stem(name)
         if stem in seen:
             notes.stems.append((one.prefix + seen[stem], one.prefix + name))
         seen[stem] = name
-        used.update(
-            caption for extension in folder.captions.extensions if (caption := folder.captions.find(stem, extension))
-        )
-    orphans = [name for name in folder.captions.names() if name not in used]
+    orphans = folder.captions.without(seen)
+    if orphans:
+        folded = {stem.casefold() for stem in seen}
+        orphans = [name for name in orphans if normal_stem(name).casefold() not in folded]
     others = [name for name in folder.others if found.metadata is None or name not in DEFAULT_NAMES]
     notes.ignored += [one.prefix + name for name in (*others, *orphans)]
     notes.unreadable += [one.prefix + name for name in folder.unreadable]

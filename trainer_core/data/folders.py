@@ -15,6 +15,7 @@ from .decode import ENDINGS, UNREADABLE_ENDINGS
 _SYSTEM_FOLDERS = {"__macosx", "@eadir", "$recycle.bin", "system volume information", "#recycle", "lost+found"}
 _SYSTEM_FILES = {"thumbs.db", "desktop.ini", "ehthumbs.db"}
 _KOHYA_FOLDER = re.compile(r"^(\d+)_(.*)$")
+_ENDINGS = frozenset(ENDINGS)
 _QUOTES = {'"': '"', "'": "'", "\u201c": "\u201d", "\u2018": "\u2019", "`": "`", "\u00ab": "\u00bb"}
 
 
@@ -76,31 +77,25 @@ class Folder:
 
 def is_passed_over(name: str) -> bool:
     """Hidden files, system files and half downloads: never trained, never an error."""
-    lower = name.lower()
-    return (name.startswith(".") and not name.startswith("...")) or lower in _SYSTEM_FILES
+    return (name.startswith(".") and not name.startswith("...")) or name.lower() in _SYSTEM_FILES
 
 
 def list_folder(path: Path, relative: str, caption_extensions: Sequence[str]) -> Folder:
     """The files and folders of one folder, sorted by name. DatasetError when it cannot be listed."""
     folder = Folder(path, relative, captions=CaptionIndex(caption_extensions))
+    files: list[str] = []
     try:
         with os.scandir(path) as entries:
-            found = sorted(((entry.name, _is_folder(entry)) for entry in entries), key=_name_bytes)
+            for entry in entries:
+                (folder.folders if _is_folder(entry) else files).append(entry.name)
     except OSError as error:
         raise DatasetError(f"The folder '{path}' cannot be listed: {error.strerror or error}.", path) from error
-    for name, is_folder in found:
-        if is_folder:
-            if not is_passed_over(name) and name.lower() not in _SYSTEM_FOLDERS:
-                folder.folders.append(name)
-        elif is_passed_over(name):
-            folder.others.append(name)
-        else:
-            _sort_in(folder, name)
+    files.sort()
+    folder.folders = sorted(
+        name for name in folder.folders if not is_passed_over(name) and name.lower() not in _SYSTEM_FOLDERS
+    )
+    _sort_in(folder, files)
     return folder
-
-
-def _name_bytes(entry: tuple[str, bool]) -> bytes:
-    return os.fsencode(entry[0])
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -110,16 +105,22 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _sort_in(folder: Folder, name: str) -> None:
-    suffix = os.path.splitext(name)[1].lower()
-    if suffix in ENDINGS:
-        folder.pictures.append(name)
-    elif folder.captions.add(name, suffix):
-        return
-    else:
-        folder.others.append(name)
-        if suffix in UNREADABLE_ENDINGS:
-            folder.unreadable.append(name)
+def _sort_in(folder: Folder, files: Sequence[str]) -> None:
+    """Pictures, captions and others. Called for every file of a set: a few operations each."""
+    pictures, add_caption, caption_endings = folder.pictures, folder.captions.add, folder.captions.extensions
+    for name in files:
+        at = name.rfind(".")
+        suffix = name[at:].lower() if at > 0 else ""
+        if suffix in _ENDINGS and name[0] != ".":
+            pictures.append(name)
+        elif suffix in caption_endings and name[0] != ".":
+            add_caption(name, suffix)
+        elif not is_passed_over(name) and suffix in _ENDINGS:  # a name that starts with three dots
+            pictures.append(name)
+        else:
+            folder.others.append(name)
+            if suffix in UNREADABLE_ENDINGS and not is_passed_over(name):
+                folder.unreadable.append(name)
 
 
 def walk(
@@ -129,11 +130,12 @@ def walk(
     recursive: bool,
     problems: list[str],
     skip: Path | None = None,
+    first: Folder | None = None,
 ) -> Iterator[Folder]:
     """The folder and, when `recursive`, all below it, parents first, in name order. A folder is visited once.
 
     Links are followed; one that leads back up is not entered again, nor is `skip`. Sub-folders that cannot be listed go
-    to `problems`.
+    to `problems`. `first`: the root's listing when it is there already.
     """
     seen: set[str] = set() if skip is None else {os.path.realpath(skip)}
     waiting = [(root, "")]
@@ -144,7 +146,8 @@ def walk(
             continue
         seen.add(real)
         try:
-            folder = list_folder(path, relative, caption_extensions)
+            known = first if first is not None and path == root else None
+            folder = known or list_folder(path, relative, caption_extensions)
         except DatasetError as error:
             if path == root:
                 raise

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import PIL
 
@@ -27,12 +27,15 @@ from .decode import PictureFacts
 log = logging.getLogger(__name__)
 
 FILE_NAME = "files.db"
-_VERSION = f"1 pillow {PIL.__version__}"
+_VERSION = f"2 pillow {PIL.__version__}"
 _PAGE = 2000
 _FRESH_NS = 2_000_000_000
 
 Stamp = bytes
 """Size, modification time, change time and inode of a file, packed."""
+
+
+_pack = struct.Struct("<qqqQ").pack
 
 
 def stamp_of(path: str) -> Stamp | None:
@@ -41,7 +44,7 @@ def stamp_of(path: str) -> Stamp | None:
         found = os.stat(path)
     except (OSError, ValueError):
         return None
-    return struct.pack("<qqqQ", found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+    return _pack(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
 def is_fresh(stamp: Stamp) -> bool:
@@ -52,7 +55,7 @@ def is_fresh(stamp: Stamp) -> bool:
 
 @dataclass(slots=True)
 class Known:
-    """One remembered picture and its caption file, if any."""
+    """One remembered picture and its caption file, if any. `tokens`: at least so many in the caption, -1 unknown."""
 
     stamp: Stamp
     facts: PictureFacts
@@ -60,6 +63,36 @@ class Known:
     caption_key: str = ""
     caption_stamp: Stamp = b""
     caption: CaptionText | None = None
+    tokens: int = -1
+
+
+class Row(NamedTuple):
+    """One row as it is stored: what the fast path of the scan compares without making a `Known`."""
+
+    name: str
+    stamp: Stamp
+    content: bytes
+    width: int
+    height: int
+    format: str
+    notes: str | None
+    reason: str | None
+    caption_name: str
+    caption_key: str
+    caption_stamp: Stamp
+    caption: str | None
+    caption_notes: str | None
+    tokens: int
+
+    def known(self) -> Known:
+        """The row as the scan uses it."""
+        notes = tuple(json.loads(self.notes)) if self.notes else ()
+        facts = PictureFacts(self.content.hex(), (self.width, self.height), self.format, notes, self.reason)
+        text = None
+        if self.caption is not None:
+            lines = tuple(self.caption.split("\n")) if self.caption else ()
+            text = CaptionText(lines, tuple(json.loads(self.caption_notes)) if self.caption_notes else ())
+        return Known(self.stamp, facts, self.caption_name, self.caption_key, self.caption_stamp, text, self.tokens)
 
 
 class FileMemo:
@@ -82,33 +115,36 @@ class FileMemo:
 
     def folder(self, path: str) -> FolderMemo:
         """What is known of one folder, to be asked for names in ascending order."""
-        return FolderMemo(self._pages(os.fsencode(path)))
+        return FolderMemo(self._rows(path))
 
-    def _pages(self, folder: bytes) -> Iterator[tuple[bytes, Known]]:
-        last = b""
-        while self._base is not None:
+    def _rows(self, folder: str) -> Iterator[Row]:
+        last = ""
+        while self._base is not None and is_text(folder):
             rows = self._base.execute(
                 "SELECT name, stamp, hash, width, height, format, notes, reason, caption_name, caption_key, "
-                "caption_stamp, caption FROM files WHERE folder = ? AND name > ? ORDER BY name LIMIT ?",
+                "caption_stamp, caption, caption_notes, tokens "
+                "FROM files WHERE folder = ? AND name > ? ORDER BY name LIMIT ?",
                 (folder, last, _PAGE),
             ).fetchall()
-            for row in rows:
-                yield row[0], _known(row)
+            yield from map(Row._make, rows)
             if len(rows) < _PAGE:
                 return
             last = rows[-1][0]
 
     def put(self, folder: str, name: str, known: Known) -> None:
         """Remember a picture. Written in batches; call `flush` at the end."""
-        if self._base is None or is_fresh(known.stamp):
+        names = (folder, name, known.caption_name)
+        if self._base is None or is_fresh(known.stamp) or not all(map(is_text, names)):
             return
         facts, text = known.facts, known.caption
-        caption = None if text is None or is_fresh(known.caption_stamp) else json.dumps([text.lines, text.notes])
+        keep = text is not None and not is_fresh(known.caption_stamp) and is_text("".join(text.lines))
         self._waiting.append(
             (
-                os.fsencode(folder), os.fsencode(name), known.stamp, bytes.fromhex(facts.content_hash),
-                facts.size[0], facts.size[1], facts.format, json.dumps(facts.notes) if facts.notes else None,
-                facts.reason, os.fsencode(known.caption_name), known.caption_key, known.caption_stamp, caption,
+                folder, name, known.stamp, bytes.fromhex(facts.content_hash), facts.size[0], facts.size[1],
+                facts.format, json.dumps(facts.notes) if facts.notes else None, facts.reason,
+                known.caption_name, known.caption_key, known.caption_stamp,
+                "\n".join(text.lines) if keep and text else None,
+                json.dumps(text.notes) if keep and text and text.notes else None, known.tokens,
             )
         )  # fmt: skip
         if len(self._waiting) >= _PAGE:
@@ -119,7 +155,7 @@ class FileMemo:
             return
         try:
             with self._base:
-                self._base.executemany(f"INSERT OR REPLACE INTO files VALUES ({','.join('?' * 13)})", self._waiting)
+                self._base.executemany(f"INSERT OR REPLACE INTO files VALUES ({','.join('?' * 15)})", self._waiting)
         except sqlite3.Error as error:
             log.warning("the memo of known files cannot be written: %s", error)
         self._waiting.clear()
@@ -131,34 +167,27 @@ class FileMemo:
             self._base = None
 
 
+def is_text(name: str) -> bool:
+    """Whether a name can be stored: undecodable bytes in a name cannot, so such a file is read every time."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class FolderMemo:
     """A reader of one folder's rows that walks along with a sorted list of names."""
 
-    def __init__(self, rows: Iterator[tuple[bytes, Known]]) -> None:
+    def __init__(self, rows: Iterator[Row]) -> None:
         self._rows = rows
         self._next = next(rows, None)
 
-    def find(self, name: str) -> Known | None:
-        wanted = os.fsencode(name)
-        while self._next is not None and self._next[0] < wanted:
-            self._next = next(self._rows, None)
-        return self._next[1] if self._next is not None and self._next[0] == wanted else None
-
-
-def _known(row: tuple[Any, ...]) -> Known:
-    _, stamp, content, width, height, form, notes, reason, caption_name, caption_key, caption_stamp, caption = row
-    facts = PictureFacts(
-        content.hex(),
-        (width, height),
-        form,
-        tuple(json.loads(notes)) if notes else (),
-        reason,
-    )
-    text = None
-    if caption is not None:
-        lines, more = json.loads(caption)
-        text = CaptionText(tuple(lines), tuple(more))
-    return Known(stamp, facts, os.fsdecode(caption_name), caption_key, caption_stamp, text)
+    def find(self, name: str) -> Row | None:
+        row = self._next
+        while row is not None and row.name < name:
+            row = self._next = next(self._rows, None)
+        return row if row is not None and row.name == name else None
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -184,8 +213,8 @@ def _open_new(path: Path) -> sqlite3.Connection:
         base.execute("CREATE TABLE meta (version TEXT)")
         base.execute("INSERT INTO meta VALUES (?)", (_VERSION,))
         base.execute(
-            "CREATE TABLE files (folder BLOB, name BLOB, stamp BLOB, hash BLOB, width INTEGER, height INTEGER, "
-            "format TEXT, notes TEXT, reason TEXT, caption_name BLOB, caption_key TEXT, caption_stamp BLOB, "
-            "caption TEXT, PRIMARY KEY (folder, name)) WITHOUT ROWID"
+            "CREATE TABLE files (folder TEXT, name TEXT, stamp BLOB, hash BLOB, width INTEGER, height INTEGER, "
+            "format TEXT, notes TEXT, reason TEXT, caption_name TEXT, caption_key TEXT, caption_stamp BLOB, "
+            "caption TEXT, caption_notes TEXT, tokens INTEGER, PRIMARY KEY (folder, name)) WITHOUT ROWID"
         )
     return base

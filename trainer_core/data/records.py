@@ -169,6 +169,7 @@ class ScanReport:
         lines += [f"  bucket {w}x{h}: {count} samples" for (w, h), count in self.bucket_counts.items()]
         lines += [f"  refused: {file}: {reason}" for file, reason in self.refused]
         lines += [f"  note: {warning}" for warning in self.warnings]
+        lines += [self.error] if self.error else []
         return "\n".join(lines)
 
 

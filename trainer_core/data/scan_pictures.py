@@ -14,15 +14,16 @@ from .caption_files import CaptionError, CaptionText, normal_stem, read_caption
 from .captions import fixed_captions
 from .decode import PictureError, PictureFacts
 from .find import FoundFolder, FoundSet
-from .memo import FileMemo, Known, stamp_of
+from .memo import FileMemo, Known, Row, stamp_of
 from .pool import DecodePool, examine_job
 from .records import StopRequested
 from .sets import SetSpec
 from .table import ItemTable
-from .token_count import TokenCounter
+from .token_count import TokenCounter, least_tokens
 
 _INLINE_PICTURES = 64
 _PROGRESS_SECONDS = 0.2
+_QUICK_TOLD = 500
 
 
 @dataclass(slots=True)
@@ -76,35 +77,51 @@ class PictureScan:
         with DecodePool(_workers(self.workers, total)) as pool:
             waiting: deque[_Task] = deque()
             most = 4 * max(1, pool.workers)
-            done = 0
-            for task in self._tasks(pool):
+            for task in self._tasks(pool, waiting):
                 waiting.append(task)
                 while waiting and (waiting[0].result is None or len(waiting) > most):
-                    done += 1
-                    self._finish(waiting.popleft(), done, total)
+                    self._finish(waiting.popleft(), total)
             while waiting:
-                done += 1
-                self._finish(waiting.popleft(), done, total)
+                self._finish(waiting.popleft(), total)
+            if self.progress and total:
+                self.progress(total, total, "")
         self.decode_seconds = time.monotonic() - start if self.decoded else 0.0
 
-    def _tasks(self, pool: DecodePool) -> Iterator[_Task]:
+    def _tasks(self, pool: DecodePool, waiting: deque[_Task]) -> Iterator[_Task]:
+        """Pictures that need more than a look at what is known of them; the others are done on the way.
+
+        Order is kept: while a picture waits for its facts, all after it wait too.
+        """
         for found in self.sets:
             for folder in found.folders:
                 path = str(folder.folder.path)
+                start = os.path.join(path, "")
                 number = self.table.folder(path, folder.prefix)
-                known = self.memo.folder(path)
+                memo = self.memo.folder(path)
+                quick = QuickPath(self, found, folder, number, start) if self._is_plain(found, folder) else None
                 for name in folder.folder.pictures:
-                    whole = os.path.join(path, name)
+                    whole = start + name
                     stamp = stamp_of(whole) if self.memo.active else None
-                    old = None if self.verify or stamp is None else known.find(name)
-                    result = None
-                    if old is None or old.stamp != stamp:
-                        old, result = None, pool.submit(examine_job(whole, found.spec.background))
-                    yield _Task(found, folder, number, name, whole, stamp, old, result)
+                    row = None if self.verify or stamp is None else memo.find(name)
+                    if row is None or row.stamp != stamp:
+                        job = pool.submit(examine_job(whole, found.spec.background))
+                        yield _Task(found, folder, number, name, whole, stamp, None, job)
+                    elif waiting or quick is None or not quick.take(name, row):
+                        yield _Task(found, folder, number, name, whole, stamp, row.known(), None)
 
-    def _finish(self, task: _Task, done: int, total: int) -> None:
-        if self.should_stop and done % 64 == 1 and self.should_stop():
-            raise StopRequested
+    def _is_plain(self, found: FoundSet, folder: FoundFolder) -> bool:
+        """Whether captions come as they are from files beside the pictures, so a known picture needs no thought."""
+        spec = folder.spec
+        return (
+            self.memo.active
+            and not self.verify
+            and not self.exact_tokens
+            and found.metadata is None
+            and not spec.mask
+            and spec.rules.untouched
+        )
+
+    def _finish(self, task: _Task, total: int) -> None:
         facts = task.known.facts if task.known else _facts(task.result)
         self.decoded += task.known is None
         known = task.known or Known(task.stamp or b"", facts)
@@ -120,13 +137,19 @@ class PictureScan:
             self.refused.append((file, str(error)))
         if changed and task.stamp is not None and facts.content_hash:
             self.memo.put(task.path[: -len(task.name) - 1], task.name, known)
-        self._tell(done, total, file)
+        self.tell(file, total)
 
-    def _tell(self, done: int, total: int, file: str) -> None:
+    def tell(self, file: str, total: int = 0) -> None:
+        """Report progress and ask about a stop a few times a second. Raises StopRequested."""
         now = time.monotonic()
-        if self.progress and (done == total or now - self._told > _PROGRESS_SECONDS):
-            self._told = now
-            self.progress(done, total, file)
+        if now - self._told < _PROGRESS_SECONDS:
+            return
+        self._told = now
+        if self.should_stop and self.should_stop():
+            raise StopRequested
+        if self.progress:
+            total = total or sum(found.pictures for found in self.sets)
+            self.progress(len(self.table) + len(self.refused), total, file)
 
     # ------------------------------------------------------------------ judging
     def _take(self, task: _Task, file: str, known: Known) -> bool:
@@ -136,6 +159,8 @@ class PictureScan:
         caption, notes = self._caption(task, file, text, name)
         for note in facts.notes:
             self.notes.decoded.setdefault(note, say.Told()).add(file)
+        if known.tokens < 0 or changed:
+            known.tokens = least_tokens(text.joined)
         notes = (*facts.notes, *notes, *self._length_note(file, caption, spec))
         mask = self._mask(task, file)
         self.table.add(
@@ -144,15 +169,18 @@ class PictureScan:
             task.name,
             content_hash=facts.content_hash,
             size=facts.size,
-            place=self._place(spec, facts.size),
+            place=self.place(spec, facts.size),
             caption=caption,
             notes=notes,
             mask=mask,
         )
         return changed
 
-    def _place(self, spec: SetSpec, size: tuple[int, int]) -> Placement:
-        chooser, known = self._choosers.setdefault(spec.limits, (BucketChooser(spec.limits), {}))
+    def place(self, spec: SetSpec, size: tuple[int, int]) -> Placement:
+        entry = self._choosers.get(spec.limits)
+        if entry is None:
+            entry = self._choosers[spec.limits] = (BucketChooser(spec.limits), {})
+        chooser, known = entry
         place = known.get(size)
         if place is None:
             place = known[size] = chooser.place(*size)
@@ -218,6 +246,47 @@ class PictureScan:
         if found is None:
             self.notes.unmasked.add(file)
         return found
+
+
+class QuickPath:
+    """Takes pictures of one folder that are known, good and captioned as before, without another thought."""
+
+    def __init__(self, scan: PictureScan, found: FoundSet, folder: FoundFolder, number: int, start: str) -> None:
+        self.scan = scan
+        self.spec = folder.spec
+        self.number = number
+        self.start = start
+        self.prefix = folder.prefix
+        self.stems = folder.folder.captions.stems(found.ending)
+        self.key = folder.spec.caption_encoding or ""
+        self.places: dict[tuple[int, int], tuple[tuple[int, int, int], tuple[int, int]] | None] = {}
+        self.since_told = 0
+
+    def take(self, name: str, row: Row) -> bool:
+        """True when the picture is in the table now."""
+        text = row.caption
+        if not text or row.notes or row.reason or row.caption_notes or row.tokens > self.spec.max_token_length:
+            return False
+        caption_name = self.stems.get(normal_stem(name))
+        if caption_name != row.caption_name or row.caption_key != self.key or row.tokens < 0:
+            return False
+        if stamp_of(self.start + row.caption_name) != row.caption_stamp:
+            return False
+        size = (row.width, row.height)
+        place = self.places.get(size)
+        if place is None:
+            if _ratio_reason(size, self.spec.max_ratio):
+                return False
+            chosen = self.scan.place(self.spec, size)
+            place = self.scan.table.ids_of(self.spec, self.number, chosen.bucket), chosen.resized
+            self.places[size] = place
+        joined = text.replace("\n", " ")
+        self.scan.table.add_known(place[0], size, place[1], self.spec.repeats, row.content, name, joined)
+        self.since_told += 1
+        if self.since_told >= _QUICK_TOLD:
+            self.since_told = 0
+            self.scan.tell(self.prefix + name)
+        return True
 
 
 def _ratio_reason(size: tuple[int, int], limit: float) -> str | None:

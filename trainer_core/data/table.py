@@ -54,21 +54,39 @@ class ItemTable(Sequence[Item]):
     ) -> None:
         """Append a picture `name` of a folder that `folder()` gave the number of."""
         row = len(self._set)
-        self._set.append(self._spec_id(spec))
-        self._folder.append(folder)
-        self._bucket.append(self._bucket_id(place.bucket))
-        self._sizes.extend(size)
-        self._resized.extend(place.resized)
-        self._repeats.append(spec.repeats)
-        self._hashes += bytes.fromhex(content_hash)
-        self._names += os.fsencode(name)
-        self._name_ends.append(len(self._names))
-        self._captions += caption.encode("utf-8", "surrogatepass")
-        self._caption_ends.append(len(self._captions))
+        ids = self.ids_of(spec, folder, place.bucket)
+        self.add_known(ids, size, place.resized, spec.repeats, bytes.fromhex(content_hash), name, caption)
         if notes:
             self._notes[row] = notes
         if mask is not None:
             self._masks[row] = mask
+
+    def add_known(
+        self,
+        ids: tuple[int, int, int],
+        size: tuple[int, int],
+        resized: tuple[int, int],
+        repeats: int,
+        content: bytes,
+        name: str,
+        caption: str,
+    ) -> None:
+        """`add` for a picture without notes or mask; `ids` as given by `ids_of`. Made for many calls."""
+        self._set.append(ids[0])
+        self._folder.append(ids[1])
+        self._bucket.append(ids[2])
+        self._sizes.extend(size)
+        self._resized.extend(resized)
+        self._repeats.append(repeats)
+        self._hashes += content
+        self._names += name.encode("utf-8", "surrogateescape")
+        self._name_ends.append(len(self._names))
+        self._captions += caption.encode("utf-8", "surrogatepass")
+        self._caption_ends.append(len(self._captions))
+
+    def ids_of(self, spec: SetSpec, folder: int, bucket: tuple[int, int]) -> tuple[int, int, int]:
+        """Numbers of a set, a folder and a bucket for `add_known`."""
+        return self._spec_id(spec), folder, self._bucket_id(bucket)
 
     def _spec_id(self, spec: SetSpec) -> int:
         found = self._spec_ids.get(id(spec))
@@ -103,7 +121,8 @@ class ItemTable(Sequence[Item]):
 
     def _item(self, row: int) -> Item:
         path, relative = self._folders[self._folder[row]]
-        name = os.fsdecode(bytes(self._names[self._name_ends[row - 1] if row else 0 : self._name_ends[row]]))
+        stored = self._names[self._name_ends[row - 1] if row else 0 : self._name_ends[row]]
+        name = stored.decode("utf-8", "surrogateescape")
         caption = self._captions[self._caption_ends[row - 1] if row else 0 : self._caption_ends[row]]
         return Item(
             file=relative + name,

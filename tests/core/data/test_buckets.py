@@ -42,8 +42,10 @@ def test_limits_follow_the_native_size() -> None:
     assert (limits.size, limits.min_side, limits.max_side, limits.step) == ((1024, 1024), 256, 2048, 64)
     toy = resolve_limits(None, BucketConfig(), 64)
     assert (toy.size, toy.min_side, toy.max_side, toy.step) == ((64, 64), 16, 128, 8)
+    half = resolve_limits((512, 512), BucketConfig(), 1024)
+    assert (half.min_side, half.max_side, half.step) == (256, 2048, 64)
     small = resolve_limits((128, 128), BucketConfig(), 1024)
-    assert (small.min_side, small.max_side) == (128, 2048)
+    assert (small.min_side, small.max_side, small.step) == (32, 256, 8)
 
 
 def test_ties_go_to_the_first_bucket_of_the_list() -> None:
