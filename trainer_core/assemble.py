@@ -133,6 +133,7 @@ class _Assembler:
             info.native_size,
             progress=lambda done, total, file: self._phase("scanning", done, total, file),
             should_stop=self._stop_asked,
+            cache_dir=_cache_folder(self.config),
         )
         self._check_stop()
         lines = [f"left out: {file}: {reason}" for file, reason in report.refused] + list(report.warnings)
@@ -146,7 +147,26 @@ class _Assembler:
     def _hold_out(self, report: ScanReport) -> Holdout:
         """Prior pictures are trained on and never measured: they say nothing about the new concept."""
         own = [item for item in report.items if not item.is_prior]
-        holdout = choose_holdout(own, self.config.validation, self.draws)
+        validation = self.config.validation
+        shares = sorted({item.spec.validation_split for item in own}, key=lambda share: -1.0 if share is None else share)
+        if len(shares) < 2 and shares[0] is None:
+            holdout = choose_holdout(own, validation, self.draws)
+        else:  # a data-set config file may give each of its sets a share of its own
+            parts = [
+                choose_holdout(
+                    [item for item in own if item.spec.validation_split == share],
+                    validation if share is None else replace(validation, split=share),
+                    self.draws,
+                )
+                for share in shares
+            ]
+            held = [part for part in parts if part.held_out]
+            holdout = replace(
+                held[0] if held else parts[0],
+                training=tuple(item for part in parts for item in part.training),
+                measured=tuple(item for part in held or parts for item in part.measured)[: validation.max_pictures],
+                reason=" ".join(part.reason for part in held or parts),
+            )
         return replace(holdout, training=(*holdout.training, *(item for item in report.items if item.is_prior)))
 
     def _check_schedule(self, plan: BatchPlan) -> None:

@@ -232,17 +232,18 @@ def _model_path(config: TrainConfig) -> Found:
 def _paths(config: TrainConfig) -> Found:
     yield from _model_path(config)
     data = config.dataset
-    if not data.path:
+    if not data.path and not data.config_file:
         yield Problem("dataset.path", data.path, "no picture folder is given", "Give the folder with your pictures.")
     for key in ("dataset.path", "dataset.prior_path", "model.config_dir"):
         path = value_of(config, key)
         if not path:
             continue
+        path = _as_meant(path)
         if not Path(path).expanduser().exists():
             yield Problem(key, path, "there is no such folder", "Check the path.")
         elif not Path(path).expanduser().is_dir():
             yield Problem(key, path, "is a file", "Give the folder.")
-    for key in ("model.vae", "lora.weights", "preview.prompt_file"):
+    for key in ("model.vae", "lora.weights", "preview.prompt_file", "dataset.config_file"):
         path = value_of(config, key)
         if path and not Path(path).expanduser().exists():
             yield Problem(key, path, "there is no such file", "Check the path, or unset it.")
@@ -251,8 +252,19 @@ def _paths(config: TrainConfig) -> Found:
         yield Problem("dataset.prior_path", data.prior_path, why, "Give another folder, or unset it.")
 
 
+def _as_meant(folder: str) -> str:
+    """A folder as typed or pasted, without blanks, quotes and line ends around it; as it is when that does not exist."""
+    from .data.folders import clean_folder
+    from .errors import DatasetError
+
+    try:
+        return str(clean_folder(folder))
+    except DatasetError:
+        return folder
+
+
 def _same_folder(one: str, other: str) -> bool:
-    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+    return Path(_as_meant(one)).expanduser().resolve() == Path(_as_meant(other)).expanduser().resolve()
 
 
 def _output(config: TrainConfig) -> Found:

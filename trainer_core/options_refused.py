@@ -36,11 +36,9 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("use_dora", "flag", _NOT_YET, "Leave it out; a plain LoRA is trained.", ()),
     ("lora_layers", "value", _NOT_YET, "Leave it out; --lora.conv_rank adds the convolutions.", ()),
     # data set
-    ("dataset_config", "value", "data-set config files are not read by this version", "Use --train_data_dir.", ()),
     ("dataset_name", "value", "data sets are read from disk", "Use --train_data_dir.", ()),
     ("dataset_config_name", "value", "data sets are read from disk", "Use --train_data_dir.", ()),
     ("dataset_class", "value", "runs foreign code on the pictures", "Use --train_data_dir.", ()),
-    ("in_json", "value", _NOT_YET, "Write captions as .txt beside the pictures and use --train_data_dir.", ()),
     ("image_column", "value", "data sets are folders here", "Use --train_data_dir.", ("image",)),
     ("caption_column", "value", "data sets are folders here", "Write captions as .txt beside the pictures.", ("text",)),
     ("max_train_samples", "value", _NOT_YET, "Put fewer pictures into the folder.", ()),
@@ -50,9 +48,6 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("color_aug", "flag", "changes colours the captions name, and cannot be cached", "Use --flip_aug.", ()),
     ("random_crop", "flag", "latents are cached, crops are centred", "Leave it out, or use --flip_aug.", ()),
     ("face_crop_aug_range", "value", "latents are cached, crops are centred", "Crop the pictures beforehand.", ()),
-    ("alpha_mask", "flag", _NOT_YET, "Leave it out; --dataset.background is laid under transparent pictures.", ()),
-    ("masked_loss", "flag", _NOT_YET, "Leave it out.", ()),
-    ("conditioning_data_dir", "value", "masks are not in this version", "Leave it out.", ()),
     ("vae_batch_size", "value", "the batch of the VAE is not a setting here", "Leave it out.", ("1",)),
     ("debug_dataset", "flag", "is a command of its own here", "Run `safe-scaler scan FOLDER`.", ()),
     # objective

@@ -175,7 +175,7 @@ class Trainer:
         for refs in group:
             if self.should_stop():
                 return None
-            batch = self.parts.loader.load(epoch, refs)
+            batch = self.parts.loader.load(epoch, refs, step=self.state.applied, total_steps=self.total_steps)
             self.parts.precision.backward(self.loss(epoch, batch), samples)
             files.extend(batch.files)
         return files
