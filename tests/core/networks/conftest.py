@@ -39,5 +39,3 @@ def model(shared_model: SDXLModel) -> Iterator[SDXLModel]:
             own = module.__dict__.get("forward")
             if type(getattr(own, "__self__", None)).__name__ == "LoraModule":
                 own.__self__.detach()
-            module._forward_hooks.clear()  # of a network that a failed or careless test left behind
-            module._forward_pre_hooks.clear()
