@@ -45,17 +45,17 @@ def train(work: Path, target: Path, *, raw_weights: bool) -> None:
     folder.save_weights(target / classifier.WEIGHTS, judge.state_dict(), dtype=torch.float16)
 
 
-def measure(target: Path, *, each: int, sheet: Path | None) -> dict[str, dict[str, float]]:
-    """Score the shipped fp16 folder with the shipped classifier, on fixed seeds: Euler 20 steps, guidance 3."""
+def measure(target: Path, *, each: int, sheet: Path | None, guidance: float = 3.0) -> dict[str, dict[str, float]]:
+    """Score the shipped fp16 folder with the shipped classifier, on fixed seeds, 20 Euler steps."""
     model = load_sdxl(target)
     judge = classifier.load_classifier(target)
     known = shapes.known_pairs()
     few = max(1, each // 4)
-    held_out, images = toy_samples.score(model, judge, shapes.HELD_OUT_PAIRS, each=each)
+    held_out, images = toy_samples.score(model, judge, shapes.HELD_OUT_PAIRS, each=each, guidance=guidance)
     result = {"held_out": held_out}
-    result["known"], known_images = toy_samples.score(model, judge, known, each=few, seed=1000)
+    result["known"], known_images = toy_samples.score(model, judge, known, each=few, seed=1000, guidance=guidance)
     for size in shapes.SIZES[1:3]:
-        scored, _ = toy_samples.score(model, judge, known[::5], each=few, seed=2000, size_hw=size)
+        scored, _ = toy_samples.score(model, judge, known[::5], each=few, seed=2000, size_hw=size, guidance=guidance)
         result[f"known {size[1]}x{size[0]}"] = scored
     result["classifier"] = judge_score(judge, model.vae)
     if sheet is not None:
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TOY_FOLDER, help="folder to write (default: the packaged toy)")
     parser.add_argument("--measure", action="store_true", help="only measure the folder at --out")
     parser.add_argument("--each", type=int, default=16, help="samples a held-out prompt when measuring")
+    parser.add_argument("--guidance", type=float, default=3.0, help="guidance of the samples when measuring")
     parser.add_argument("--raw-weights", action="store_true", help="write the last weights, not their average")
     parser.add_argument("--micro", type=Path, metavar="FOLDER", help="write the micro toy there and end")
     parser.add_argument("--single-file", type=Path, metavar="FILE", help="write --out as an SGM single file and end")
@@ -108,7 +109,7 @@ def main() -> None:
         return
     if not options.measure:
         train(options.work, options.out, raw_weights=options.raw_weights)
-    print(json.dumps(measure(options.out, each=options.each, sheet=options.sheet), indent=2))
+    print(json.dumps(measure(options.out, each=options.each, sheet=options.sheet, guidance=options.guidance), indent=2))
 
 
 if __name__ == "__main__":

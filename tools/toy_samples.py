@@ -16,13 +16,19 @@ from trainer_core.toy.classifier import Classifier, judge
 from trainer_core.validation import PreviewPrompt, encode_prompts, sample_latents
 
 STEPS = 20
-GUIDANCE = 3.0
 BATCH = 16
 
 
 @torch.inference_mode()
-def sample(model: SDXLModel, prompts: Sequence[str], *, seed: int, size_hw: tuple[int, int] = (64, 64)) -> Tensor:
-    """Images (B, 3, H, W) in [0, 1], one a prompt: Euler, 20 steps, guidance 3; prompt i has seed `seed` + i."""
+def sample(
+    model: SDXLModel,
+    prompts: Sequence[str],
+    *,
+    seed: int,
+    size_hw: tuple[int, int] = (64, 64),
+    guidance: float = 3.0,
+) -> Tensor:
+    """Images (B, 3, H, W) in [0, 1], one a prompt: 20 Euler steps; prompt i has seed `seed` + i."""
     wanted = [
         PreviewPrompt(
             text=text,
@@ -30,7 +36,7 @@ def sample(model: SDXLModel, prompts: Sequence[str], *, seed: int, size_hw: tupl
             width=size_hw[1],
             height=size_hw[0],
             steps=STEPS,
-            guidance=GUIDANCE,
+            guidance=guidance,
             seed=seed + i,
             sampler="euler",
         )
@@ -52,11 +58,12 @@ def score(
     each: int,
     seed: int = 0,
     size_hw: tuple[int, int] = (64, 64),
+    guidance: float = 3.0,
 ) -> tuple[dict[str, float], Tensor]:
     """Shares of samples of "a <colour> <shape>" with the right shape, colour, and both; and the images."""
     wanted = [pair for pair in pairs for _ in range(each)]
     prompts = [shapes.with_article(f"{colour} {shape}") for colour, shape in wanted]
-    images_B3HW = sample(model, prompts, seed=seed, size_hw=size_hw)
+    images_B3HW = sample(model, prompts, seed=seed, size_hw=size_hw, guidance=guidance)
     verdicts = judge(classifier, images_B3HW)
     right_shape = np.array([v.shape == s for v, (_, s) in zip(verdicts, wanted, strict=True)])
     right_colour = np.array([v.colour == c for v, (c, _) in zip(verdicts, wanted, strict=True)])
