@@ -124,7 +124,7 @@ class DatasetConfig:
     batch_size: int = option(1, "pictures in one micro-batch", min=1, max=1024)
     repeats: int = option(1, "times every picture is seen in an epoch", min=1, max=100000)
     recursive: bool = option(False, "also look into sub-folders")
-    caption_extensions: tuple[str, ...] = option((".txt", ".caption"), "endings of caption files, first found wins")
+    caption_extensions: tuple[str, ...] = option((".txt", ".caption"), "endings of caption files; a set uses the first that it has")
     default_caption: str = option("", "caption of pictures that have none")
     caption_prefix: str = option("", "text before every caption")
     caption_suffix: str = option("", "text after every caption")
@@ -141,7 +141,7 @@ class DatasetConfig:
     background: str = option("white", "colour laid under transparent pictures")
     strict: bool = option(False, "refuse the whole set when one picture is bad")
     cache_dir: str | None = option(
-        None, "folder of the latent and text caches; unset = in the data set's folder", advanced=True
+        None, "folder of the latent and text caches; unset = in the output folder", advanced=True
     )
     cache_text: str = option(
         "auto",
