@@ -1,7 +1,7 @@
 """Load an SDXL model from a single `.safetensors` file or a diffusers folder, offline.
 
-Order: headers, refusals and configs first (nothing big is read before everything is known to fit), then modules on the
-meta device, then tensors straight from the memory map. Peak memory is the loaded weights plus the largest tensor.
+Order: headers, refusals and configs first, then modules on the meta device, a check of every name and shape, then
+tensors straight from the memory map. Peak memory is the loaded weights plus the largest tensor.
 """
 
 from __future__ import annotations
@@ -58,26 +58,27 @@ def load_sdxl(
     Raises ModelFileError naming what is wrong with the file before any weight is read.
     """
     source, vae_source, configs = plan(path, vae=vae, config_dir=config_dir)
-    modules = {part: build_on_meta(builder(part, configs.parts[part])) for part in FOLDERS}
-    owners = {part: vae_source if part == "vae" else source for part in FOLDERS}
-    names = {
-        part: check_shapes(part, module, owners[part].parts[part], owners[part].path)
-        for part, module in modules.items()
-    }
+    predicts = found_prediction_type(source, configs, prediction_type)
+    ends_in_noise = found_zero_terminal_snr(source, configs, zero_terminal_snr)
     folder = Path(config_dir) if config_dir is not None else None
     sizes = (int(configs.parts["te1"]["vocab_size"]), int(configs.parts["te2"]["vocab_size"]))
-    tokenizers = load_tokenizers(source.folder, folder, sizes)
+    slots = {part: (vae_source if part == "vae" else source).parts[part] for part in FOLDERS}
     with Reader(dtype, torch.device(device)) as reader, Reader(torch.float32, torch.device(device)) as exact:
+        reader.start_ahead(slot for part in ("unet", "te1", "te2") for slot in slots[part].values())
+        modules = {part: build_on_meta(builder(part, configs.parts[part])) for part in FOLDERS}
+        paths = {part: vae_source.path if part == "vae" else source.path for part in FOLDERS}
+        names = {part: check_shapes(part, module, slots[part], paths[part]) for part, module in modules.items()}
+        tokenizers = load_tokenizers(source.folder, folder, sizes)
         for part, module in modules.items():
-            fill(module, names[part], owners[part].parts[part], exact if part == "vae" else reader)
-    fingerprints = {part: part_fingerprint(owners[part].parts[part]) for part in FOLDERS}
+            fill(module, names[part], slots[part], exact if part == "vae" else reader)
+    fingerprints = {part: part_fingerprint(slots[part]) for part in FOLDERS}
     return SDXLModel(
         unet=modules["unet"],  # type: ignore[arg-type]
         text_encoders=(modules["te1"], modules["te2"]),  # type: ignore[arg-type]
         vae=modules["vae"],  # type: ignore[arg-type]
         tokenizers=tokenizers,
-        prediction_type=found_prediction_type(source, configs, prediction_type),
-        zero_terminal_snr=found_zero_terminal_snr(source, configs, zero_terminal_snr),
+        prediction_type=predicts,
+        zero_terminal_snr=ends_in_noise,
         native_size=native_size(configs),
         fingerprint=joined_fingerprint(fingerprints),
         source=source.path,

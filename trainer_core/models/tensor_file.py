@@ -62,13 +62,27 @@ class TensorFile:
     metadata: Mapping[str, str]
     entries: Mapping[str, Entry]
 
-    def read(self, name: str, handle: BinaryIO) -> torch.Tensor:
-        """Copy one tensor into memory with plain reads (no file page stays mapped, unlike `mapped_tensors`)."""
+    def read(
+        self, name: str, handle: BinaryIO, rows: tuple[int, int] | None = None, scratch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Copy a tensor, or its rows [first, last), into memory with plain reads.
+
+        Unlike with `MappedTensors` no page of the file stays in this process's memory. With `scratch` (bytes) the
+        result is a view of its beginning: use it before the next read.
+        """
         entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
-        if entry.end > entry.begin:
+        shape, begin = entry.shape, entry.begin
+        if rows is not None:
+            begin += rows[0] * ((entry.end - entry.begin) // shape[0])
+            shape = (rows[1] - rows[0], *shape[1:])
+        if scratch is None:
+            tensor = torch.empty(shape, dtype=entry.torch_dtype)
+        else:
+            length = math.prod(shape) * entry.torch_dtype.itemsize
+            tensor = scratch[:length].view(entry.torch_dtype).reshape(shape)
+        if tensor.numel():
             target = _bytes_of(tensor)
-            handle.seek(entry.begin)
+            handle.seek(begin)
             filled = 0
             while filled < len(target):
                 count = handle.readinto(target[filled:])  # type: ignore[attr-defined]  # raw file: may be short

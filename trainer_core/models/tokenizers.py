@@ -47,14 +47,10 @@ def sdxl_merges() -> list[str]:
 
 
 def vocabulary_of(merges: list[str]) -> dict[str, int]:
+    """Token -> id."""
     symbols = byte_symbols()
-    tokens = [
-        *symbols,
-        *(f"{symbol}</w>" for symbol in symbols),
-        *("".join(merge.split()) for merge in merges),
-        START,
-        END,
-    ]
+    joined = (merge.replace(" ", "") for merge in merges)
+    tokens = [*symbols, *(f"{symbol}</w>" for symbol in symbols), *joined, START, END]
     return {token: index for index, token in enumerate(tokens)}
 
 
@@ -113,7 +109,7 @@ def _from_tables(vocabulary: Mapping[str, int], merges: list[str], padding: str)
         "model_max_length": 77,
     }
     if int(transformers.__version__.split(".")[0]) >= 5:
-        pairs: Any = [tuple(merge.split()) for merge in merges]
+        pairs: Any = [tuple(merge.split(" ")) for merge in merges]
         return transformers.CLIPTokenizer(vocab=dict(vocabulary), merges=pairs, **options)
     with tempfile.TemporaryDirectory(prefix="safe-scaler-") as folder:
         vocab_file, merges_file = Path(folder) / "vocab.json", Path(folder) / "merges.txt"

@@ -7,7 +7,8 @@ stays in memory next to its converted copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ModelFileError
 from .sgm_keys import bare_text_name
 from .sources import FOLDERS, Slot
-from .tensor_file import MappedTensors
+from .tensor_file import TORCH_DTYPES, MappedTensors
 
+_PAGE = 4096
 LOADABLE = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 
 
@@ -33,36 +35,74 @@ class Reader:
         self._maps: dict[Path, MappedTensors] = {}
         self._handles: dict[Path, BinaryIO] = {}
         self._stack = ExitStack()
+        self._ahead: dict[tuple[Path, str], torch.Tensor] = {}
+        self._stop = threading.Event()
+        # One buffer for all reads: a new one each would leave holes between the weights that stay.
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._stop.set()
         self._stack.close()
         self._maps.clear()
+        self._ahead.clear()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def start_ahead(self, slots: Iterable[Slot]) -> None:
+        """Let a second thread touch the mapped pages, so that disk and page faults work while modules are built.
+
+        The thread ends by itself, at once when the load fails. Tensors that must be converted are not its business.
+        """
+        for slot in sorted(slots, key=lambda slot: (str(slot.file.path), slot.entry.begin)):
+            if self._is_straight(slot):
+                self._map(slot)
+        tensors = list(self._ahead.values())
+        threading.Thread(target=_touch_pages, args=(tensors, self._stop), name="touch-weights", daemon=True).start()
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         """The slot's values in the wanted type, on the wanted device."""
-        straight = slot.entry.torch_dtype == self.dtype and self.device.type == "cpu" and not slot.transposed
-        values = self._mapped(slot) if straight else self._read(slot)
-        if slot.block is not None:
-            values = values.chunk(3, dim=0)[slot.block]
+        if self._is_straight(slot):
+            values = self._map(slot)
+            return values if slot.block is None else values.chunk(3, dim=0)[slot.block]
+        stored = self._read(slot)
         if slot.transposed:
-            values = values.t()
-        values = values.to(device=self.device, dtype=self.dtype)
-        return values if values.is_contiguous() else values.contiguous()
+            stored = stored.t()
+        return torch.empty(stored.shape, dtype=self.dtype, device=self.device).copy_(stored)
 
-    def _mapped(self, slot: Slot) -> torch.Tensor:
+    def _is_straight(self, slot: Slot) -> bool:
+        """Whether the file's bytes can be the parameter as they are."""
+        return TORCH_DTYPES.get(slot.entry.dtype) == self.dtype and self.device.type == "cpu" and not slot.transposed
+
+    def _map(self, slot: Slot) -> torch.Tensor:
         path = slot.file.path
         if path not in self._maps:
             self._maps[path] = MappedTensors(slot.file)
-        return self._maps[path].get(slot.key)
+        if (path, slot.key) not in self._ahead:
+            self._ahead[path, slot.key] = self._maps[path].get(slot.key)
+        return self._ahead[path, slot.key]
 
     def _read(self, slot: Slot) -> torch.Tensor:
         path = slot.file.path
         if path not in self._handles:
             self._handles[path] = self._stack.enter_context(slot.file.open_raw())
-        return slot.file.read(slot.key, self._handles[path])
+        rows = None
+        if slot.block is not None:
+            count = slot.shape[0]
+            rows = (slot.block * count, (slot.block + 1) * count)
+        length = slot.entry.end - slot.entry.begin
+        if self._scratch.numel() < length:
+            self._scratch = torch.empty(length, dtype=torch.uint8)
+        return slot.file.read(slot.key, self._handles[path], rows, self._scratch)
+
+
+def _touch_pages(tensors: Sequence[torch.Tensor], stop: threading.Event) -> None:
+    for tensor in tensors:
+        if stop.is_set():
+            return
+        tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()  # torch lets other threads run meanwhile
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -87,7 +127,7 @@ def check_shapes(part: str, module: nn.Module, slots: Mapping[str, Slot], path: 
 
     Raises ModelFileError listing what is missing, not placeable or of another shape, before anything is read.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    own = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
     wanted = {name: bare_text_name(name) if part in ("te1", "te2") else name for name in own}
     shapes = {wanted[name]: shape for name, shape in own.items()}
     missing = [name for name in shapes if name not in slots]
@@ -128,13 +168,14 @@ def fill(module: nn.Module, names: Mapping[str, str], slots: Mapping[str, Slot],
     """Give a meta module its weights, frozen, in eval mode. `names` is what `check_shapes` returned; `reader` says
     type and device.
     """
-    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    owners = dict(module.named_modules())
     # A host such as ComfyUI may be in inference mode, whose tensors can never take part in training.
     with torch.inference_mode(False):
-        state = {name: reader.tensor(slots[slot]).reshape(shapes[name]) for name, slot in _in_file_order(names, slots)}
-        module.load_state_dict(state, strict=True, assign=True)
+        for name, slot in _in_file_order(names, slots):
+            path, _, leaf = name.rpartition(".")
+            values = reader.tensor(slots[slot]).reshape(getattr(owners[path], leaf).shape)
+            setattr(owners[path], leaf, nn.Parameter(values, requires_grad=False))
         _make_buffers(module, reader.device)
-    module.requires_grad_(False)
     module.eval()
 
 

@@ -43,6 +43,7 @@ def test_plain_reads_give_the_same(tmp_path: Path) -> None:
     with file.open_raw() as handle:
         for name, value in TENSORS.items():
             assert torch.equal(file.read(name, handle), value)
+        assert torch.equal(file.read("turned", handle, (1, 3)), TENSORS["turned"][1:3])
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
