@@ -148,11 +148,13 @@ def main(args: argparse.Namespace) -> int:
     from .build import create_run, run
     from .console import ConsoleProgress
     from .models import load_sdxl
+    from .runs.folder import check_writable
     from .runs.protocol import Commands, stop_on_signals
     from .toy.demo_data import write_teaching_set
 
     started = time.monotonic()
     output = Path(args.output_dir)
+    check_writable(output)
     lesson = write_teaching_set(output / "demo_pictures", seed=args.seed)
     folder = create_run(demo_config(lesson, output, args.seed))
     print(f"Teaching the toy model the word '{lesson.word}' (a {lesson.taught_shape}), which it never saw.")

@@ -67,8 +67,11 @@ def _memory(advice: list[str]) -> dict[str, int]:
 def _disk(output_dir: Path, missing: list[str], advice: list[str]) -> dict[str, Any]:
     """Free space where results go, and whether a file can be written, flushed, renamed and removed there."""
     wanted = output_dir.expanduser().absolute()
-    folder = next((path for path in (wanted, *wanted.parents) if path.is_dir()), Path.cwd())
+    folder = next((path for path in (wanted, *wanted.parents) if path.exists()), Path.cwd())
     facts: dict[str, Any] = {"folder": str(folder), "free": shutil.disk_usage(folder).free, "writable": True}
+    if not folder.is_dir():
+        missing.append(f"{folder} is a file. Give a folder (--output_dir)")
+        return facts | {"writable": False, "network": is_network_path(folder)}
     try:
         handle, name = tempfile.mkstemp(prefix="safe-scaler-doctor-", dir=folder)
         with os.fdopen(handle, "wb") as file:
