@@ -86,4 +86,4 @@ def contact_sheet(images_B3HW: Tensor, path: Path, *, columns: int) -> None:
         y, x = (i // columns) * (height + 2), (i % columns) * (width + 2)
         sheet[y : y + height, x : x + width] = array
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(sheet).save(path, optimize=True)
+    Image.fromarray(sheet).quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
