@@ -28,7 +28,7 @@ from .errors import ConfigError, Problem
 from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
 from .export import Exporter
 from .models import SDXLModel, inspect_model, load_sdxl
-from .networks import LoraNetwork, create_network
+from .networks import Network, create_network
 from .networks.warm_start import warm_start
 from .objective import NoiseSchedule, Objective
 from .optim import LiveWeights, Precision, build_optimizer, schedule_problem
@@ -219,7 +219,7 @@ class _Assembler:
             return self.config.dataset.cache_text == "true"
         return not varied and not {"te1", "te2"} & set(self.parts)
 
-    def _network(self, model: SDXLModel) -> LoraNetwork:
+    def _network(self, model: SDXLModel) -> Network:
         assert self.config.run.seed is not None
         network = create_network(model, self.config.lora, trained_parts=self.parts, seed=self.config.run.seed)
         if self.config.lora.weights:

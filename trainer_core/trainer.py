@@ -21,7 +21,7 @@ from .config import TrainConfig
 from .draws import Draws
 from .errors import NonFiniteError
 from .events import EventBus, PhaseChanged, StepFinished, StepRejected
-from .networks import DropoutDraws, LoraNetwork
+from .networks import DropoutDraws, Network
 from .optim import (
     LiveWeights,
     Precision,
@@ -76,7 +76,7 @@ class TrainerParts:
     """Everything a step works with; `build.py` puts it together."""
 
     model: SDXLModel
-    network: LoraNetwork
+    network: Network
     optimizer: torch.optim.Optimizer
     precision: Precision
     objective: Objective

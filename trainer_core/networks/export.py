@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .interface import Network, known_network
 from .kohya_file import SavedLora, save_lora
 from .metadata_size import fit_metadata
+from .network import LoraNetwork
 from .proof import ProofResult, prove_lora_file
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
-    from .foreign_network import ForeignNetwork
-    from .network import LoraNetwork
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ExportedLora:
 
 def export_lora(
     path: str | Path,
-    network: LoraNetwork | ForeignNetwork,
+    network: Network,
     model: SDXLModel,
     metadata: Mapping[str, str],
     *,
@@ -42,7 +42,8 @@ def export_lora(
     Raises:
         AdapterError: the file cannot be written as asked, or it failed its proof.
     """
-    state = network.state_dict()
+    network = known_network(network)
+    state = network.state_dict() if isinstance(network, LoraNetwork) else network.export_state_dict()
     fitting, notes = fit_metadata(metadata, state)
     saved = save_lora(path, state, fitting, dtype)
     proven = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ from .naming import part_of_name
 if TYPE_CHECKING:
     from ..models import SDXLModel
 
+BaseParameters = dict[nn.Module, dict[str, nn.Parameter | None]]
+
 
 class ForeignNetwork:
     """Adapters that a foreign module put on a model.
@@ -24,15 +27,18 @@ class ForeignNetwork:
         name: dotted name of the module, for messages.
         raw: its network, after `apply_to`.
         model: the model it was put on.
+        base_parameters: every layer's own weights before that (see `base_parameters_of`).
         has_dropout: whether it draws dropout masks from torch's global random stream.
     """
 
-    def __init__(self, name: str, raw: Any, model: SDXLModel, *, has_dropout: bool) -> None:
+    def __init__(
+        self, name: str, raw: Any, model: SDXLModel, base_parameters: BaseParameters, *, has_dropout: bool
+    ) -> None:
         self.name, self.raw = name, raw
         self._has_dropout = has_dropout
         self._roots = [model.unet, *model.text_encoders]
         raw.to(torch.float32).requires_grad_(True)
-        self._forwards = _taken_over(self._roots)
+        self._taken = _taken_over(self._roots, base_parameters)
         self.modules: dict[str, nn.Module] = {key: child for key, child in raw.named_children() if part_of_name(key)}
         self._multiplier = 1.0
         self.messages: tuple[str, ...] = ()
@@ -86,8 +92,11 @@ class ForeignNetwork:
 
     def attach(self) -> None:
         """Put the adapters back on their layers."""
-        for module, forward in self._forwards:
-            module.forward = forward  # type: ignore[method-assign]
+        for taken in self._taken:
+            taken.module.__dict__["forward"] = taken.forward
+            taken.module._parameters.update(taken.parameters)
+            for name in taken.base.keys() - taken.parameters.keys():
+                taken.module._parameters.pop(name, None)
 
     def detach(self) -> None:
         """Take the adapters off; the base model is then as it was.
@@ -95,12 +104,13 @@ class ForeignNetwork:
         Raises:
             AdapterError: something else was put on top of a layer since.
         """
-        for module, forward in self._forwards:
-            current = module.__dict__.get("forward")
-            if current is not None and current != forward:
+        for taken in self._taken:
+            current = taken.module.__dict__.get("forward")
+            if current is not None and current != taken.forward:
                 raise AdapterError(f"The adapters of '{self.name}' cannot be taken off: something lies on top of them.")
-            for key in [key for key in module.__dict__ if key == "forward" or key.startswith("_lycoris_")]:
-                del module.__dict__[key]
+            for key in [key for key in taken.module.__dict__ if key == "forward" or key.startswith("_lycoris_")]:
+                del taken.module.__dict__[key]
+            taken.module._parameters.update(taken.base)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -111,28 +121,54 @@ class ForeignNetwork:
             self.attach()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of all tensors under the module's own keys (kohya names), float32 on the CPU."""
+        """Copies of all weights and buffers as they are held, on the CPU: what a checkpoint needs. Files hold
+        `export_state_dict`, which some kinds make from these."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._held().items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            AdapterError: keys are missing or left over (with `strict`), or a shape differs; nothing is changed then.
+        """
+        held = self._held()
+        missing, unknown = sorted(held.keys() - state.keys()), sorted(state.keys() - held.keys())
+        wrong = [name for name in held.keys() & state.keys() if held[name].shape != state[name].shape]
+        if wrong or (strict and (missing or unknown)):
+            raise AdapterError(
+                f"The weights do not fit the network of '{self.name}': {_some(missing)} are missing, {_some(unknown)} "
+                f"have no place, {_some(wrong)} have another shape."
+            )
+        with torch.no_grad():
+            for name in held.keys() & state.keys():
+                held[name].copy_(state[name])
+
+    def export_state_dict(self) -> dict[str, torch.Tensor]:
+        """What a file holds: tensors under the module's own keys (kohya names), float32 on the CPU."""
         return {
             key: value.detach().to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
             for key, value in self.raw.state_dict().items()
         }
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Take over weights.
+    def load_export(self, state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+        """Take over a file's tensors with the module's own loading; returns keys that found no place.
 
         Raises:
-            AdapterError: keys are missing or left over (with `strict`), or a shape differs.
+            AdapterError: the module refuses them.
         """
         try:
             result = self.raw.load_state_dict(dict(state), strict=False)
         except RuntimeError as error:
             raise AdapterError(f"The weights do not fit the network of '{self.name}': {error}") from error
-        if strict and (result.missing_keys or result.unexpected_keys):
-            raise AdapterError(
-                f"The weights do not fit the network of '{self.name}': {len(result.missing_keys)} tensors are missing "
-                f"({', '.join(result.missing_keys[:3])}), {len(result.unexpected_keys)} have no place "
-                f"({', '.join(result.unexpected_keys[:3])})."
-            )
+        return tuple(result.unexpected_keys)
+
+    def raw_reads(self, state: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the module can read a file of these keys back. DyLoRA cannot: it holds lists of single ranks."""
+        held = self._held().keys()
+        return all(key in held or not key.endswith((".lora_up.weight", ".lora_down.weight")) for key in state)
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.raw.named_parameters()), **dict(self.raw.named_buffers())}
 
     def apply_max_norm(self, limit: float) -> Any:
         """The module's own max-norm.
@@ -150,7 +186,31 @@ class ForeignNetwork:
         return None
 
 
-def _taken_over(roots: list[nn.Module]) -> list[tuple[nn.Module, Any]]:
-    """Layers whose `forward` was replaced on the object, with the replacement."""
+@dataclass(frozen=True)
+class _Taken:
+    """A layer that a foreign module took over: its new `forward`, its weights now, and its own ones before. Some kinds
+    (LyCORIS' "full") take the base weight away while they are on."""
+
+    module: nn.Module
+    forward: Any
+    parameters: dict[str, nn.Parameter | None]
+    base: dict[str, nn.Parameter | None]
+
+
+def base_parameters_of(model: SDXLModel) -> BaseParameters:
+    """References to every layer's own weights; to be taken before a foreign module touches the model."""
+    roots: list[nn.Module] = [model.unet, *model.text_encoders]
+    return {module: dict(module._parameters) for root in roots for module in root.modules() if module._parameters}
+
+
+def _taken_over(roots: list[nn.Module], base: BaseParameters) -> list[_Taken]:
     modules = [module for root in roots for module in root.modules()]
-    return [(module, module.__dict__["forward"]) for module in modules if "forward" in module.__dict__]
+    return [
+        _Taken(module, module.__dict__["forward"], dict(module._parameters), base.get(module, {}))
+        for module in modules
+        if "forward" in module.__dict__
+    ]
+
+
+def _some(keys: list[str]) -> str:
+    return f"{len(keys)} tensors" + (f" ({', '.join(keys[:3])})" if keys else "")

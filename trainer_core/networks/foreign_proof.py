@@ -40,7 +40,7 @@ def prove_foreign_file(
     dtype = FILE_DTYPES.get(str(next(iter(weights))).removeprefix("torch."), "mixed") if len(weights) == 1 else "mixed"
     if dtype == "mixed":
         raise AdapterError(f"'{file}' failed its proof: its weights have the formats {sorted(map(str, weights))}.")
-    compare_tensors(file, found, cast_for_file(network.state_dict(), dtype))
+    compare_tensors(file, found, cast_for_file(network.export_state_dict(), dtype))
     check_hash(file, header.metadata)
     errors, effects = _compare_outputs(network, model)
     result = ProofResult(
@@ -68,7 +68,7 @@ def _compare_outputs(network: ForeignNetwork, model: SDXLModel) -> tuple[dict[st
             base = _outputs(model, parts)
             again = network.rebuild()
             try:
-                again.load_state_dict(network.state_dict())
+                _load_again(again, network)
                 again.eval().to(model.device)
                 outputs = _outputs(model, parts)
             finally:
@@ -78,6 +78,16 @@ def _compare_outputs(network: ForeignNetwork, model: SDXLModel) -> tuple[dict[st
         network.train(training).set_multiplier(multiplier)
     errors = {part: relative_difference(outputs[part], live[part]) for part in parts}
     return errors, {part: not torch.equal(live[part], base[part]) for part in parts}
+
+
+def _load_again(again: ForeignNetwork, network: ForeignNetwork) -> None:
+    """Load what the file holds, in float32, with the module's own loading. Kinds whose files have another form than
+    what they hold (DyLoRA) cannot read their own files back; these get the held weights."""
+    state = network.export_state_dict()
+    if again.raw_reads(state):
+        again.load_export(state)
+    else:
+        again.load_state_dict(network.state_dict())
 
 
 def _outputs(model: SDXLModel, parts: tuple[str, ...]) -> Mapping[str, torch.Tensor]:

@@ -113,8 +113,9 @@ def _widen_once(switch: _Switch) -> Callable[..., tuple[Any, ...] | None]:
 
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x = inputs[0] if inputs else None
-        wide = isinstance(x, torch.Tensor) and x.device.type == "cuda" and torch.is_autocast_enabled("cuda")
-        return (x.float(), *inputs[1:]) if wide and switch.on and x.dtype != torch.float32 else None
+        if not isinstance(x, torch.Tensor) or x.device.type != "cuda" or x.dtype == torch.float32:
+            return None
+        return (x.float(), *inputs[1:]) if torch.is_autocast_enabled("cuda") and switch.on else None
 
     return hook
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from .dropout import DropoutDraws
+
+if TYPE_CHECKING:
+    from .foreign_network import ForeignNetwork
+    from .network import LoraNetwork
 
 
 class Network(Protocol):
@@ -51,3 +55,17 @@ class Network(Protocol):
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None: ...
 
     def apply_max_norm(self, limit: float) -> Any: ...
+
+
+def known_network(network: Network) -> LoraNetwork | ForeignNetwork:
+    """The concrete kind of a network, for code that treats kinds differently.
+
+    Raises:
+        TypeError: it is neither ours nor a foreign one.
+    """
+    from .foreign_network import ForeignNetwork
+    from .network import LoraNetwork
+
+    if isinstance(network, LoraNetwork | ForeignNetwork):
+        return network
+    raise TypeError(f"{type(network).__name__} is no network of trainer_core.networks")

@@ -27,7 +27,7 @@ from torch import nn
 
 from ..config import LoraConfig, part_alpha, part_rank
 from ..errors import AdapterError, ConfigError, Problem
-from .foreign_network import ForeignNetwork
+from .foreign_network import ForeignNetwork, base_parameters_of
 from .naming import part_of_name
 from .sgm_view import model_views
 
@@ -54,12 +54,12 @@ def create_kohya_network(
     _refuse_unknown_arguments(module, arguments)
     for root in (model.unet, *model.text_encoders):
         root.requires_grad_(False)
-    printed = io.StringIO()
+    printed, before = io.StringIO(), base_parameters_of(model)
     with class_state_restored(module), seeded(seed), torch.inference_mode(False):
         with contextlib.redirect_stdout(printed):
             raw = _called(config.network, lambda: _create(module, model, config, arguments))
         _keep_parts(config.network, raw, trained_parts)
-        network = ForeignNetwork(config.network, raw, model, has_dropout=_has_dropout(config, arguments))
+        network = ForeignNetwork(config.network, raw, model, before, has_dropout=_has_dropout(config, arguments))
     missing = [part for part in trained_parts if part not in network.parts]
     if missing:
         network.detach()

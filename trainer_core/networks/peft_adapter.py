@@ -19,7 +19,7 @@ from torch import nn
 
 from ..config import LoraConfig
 from ..errors import AdapterError, ConfigError, Problem
-from .foreign_network import ForeignNetwork
+from .foreign_network import BaseParameters, ForeignNetwork, base_parameters_of
 from .kohya_module import parse_arguments, seeded
 from .peft_keys import from_kohya_keys, to_kohya_keys
 from .selection import Selected, select_targets
@@ -54,8 +54,10 @@ class PeftContainer(nn.Module):
 class PeftNetwork(ForeignNetwork):
     """A network of PEFT layers."""
 
-    def __init__(self, kind: str, raw: PeftContainer, model: SDXLModel, *, has_dropout: bool) -> None:
-        super().__init__(f"peft:{kind}", raw, model, has_dropout=has_dropout)
+    def __init__(
+        self, kind: str, raw: PeftContainer, model: SDXLModel, base_parameters: BaseParameters, *, has_dropout: bool
+    ) -> None:
+        super().__init__(f"peft:{kind}", raw, model, base_parameters, has_dropout=has_dropout)
         self.kind = kind
 
     def set_multiplier(self, multiplier: float) -> None:
@@ -73,28 +75,25 @@ class PeftNetwork(ForeignNetwork):
             if multiplier != 0.0 and self.kind != "oft":
                 tuner.set_scale(ADAPTER, multiplier)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def export_state_dict(self) -> dict[str, torch.Tensor]:
         """Kohya's keys where the kind has them (LoRA, DoRA, LoHa, LoKr), PEFT's short names under kohya's module names
         otherwise (OFT)."""
         scales = {name: self._scale(layer) for name, layer in self.modules.items()}
         tensors = {name: value.detach().float().cpu().clone() for name, value in self.named_parameters()}
         return to_kohya_keys(tensors, scales)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+    def load_export(self, state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
         own = dict(self.named_parameters())
         found = from_kohya_keys(state, own)
-        missing, unknown = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
-        if strict and (missing or unknown):
-            raise AdapterError(
-                f"The weights do not fit the network '{self.name}': {len(missing)} tensors are missing "
-                f"({', '.join(missing[:3])}), {len(unknown)} have no place ({', '.join(unknown[:3])})."
-            )
-        if wrong := [name for name in found if name in own and found[name].shape != own[name].shape]:
-            raise AdapterError(f"'{wrong[0]}' has another shape than the network '{self.name}' needs.")
-        with torch.no_grad():
-            for name, value in found.items():
-                if name in own:
-                    own[name].copy_(value)
+        unknown = tuple(sorted(found.keys() - own.keys()))
+        self.load_state_dict({name: value for name, value in found.items() if name in own}, strict=False)
+        return unknown
+
+    def raw_reads(self, state: Mapping[str, torch.Tensor]) -> bool:
+        return True
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return dict(self.named_parameters())
 
     def _scale(self, layer: nn.Module) -> float:
         scaling = getattr(layer, "scaling", None)
@@ -117,11 +116,11 @@ def create_peft_network(
         raise ConfigError([Problem("lora.network", config.network, "PEFT has no such kind here", f"{fix}.")])
     for root in (model.unet, *model.text_encoders):
         root.requires_grad_(False)
-    selected = select_targets(model, config, trained_parts)
+    selected, before = select_targets(model, config, trained_parts), base_parameters_of(model)
     with seeded(seed), torch.inference_mode(False):
         raw = _inject(kind, selected, config)
     _take_over(raw, selected)
-    network = PeftNetwork(kind, raw, model, has_dropout=config.dropout > 0)
+    network = PeftNetwork(kind, raw, model, before, has_dropout=config.dropout > 0)
     network.rebuild = lambda: create_peft_network(model, config, trained_parts=trained_parts, seed=seed)
     network.train()
     return network

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import AdapterError
 from .foreign_network import ForeignNetwork
+from .interface import Network, known_network
 from .lora import LoraModule
 from .lora_file import DOWN, UP, LoraFile, load_lora, read_lora_header
 from .network import LoraNetwork
@@ -25,7 +26,7 @@ class _Counts:
     worst_loss: float = 0.0
 
 
-def warm_start(network: LoraNetwork | ForeignNetwork, path: str | Path) -> str:
+def warm_start(network: Network, path: str | Path) -> str:
     """Give `network` the weights of a LoRA file, so that it starts by computing what the file computes.
 
     The file's scale (alpha / rank) is kept module by module. A smaller rank is filled up with fresh weights that change
@@ -39,6 +40,7 @@ def warm_start(network: LoraNetwork | ForeignNetwork, path: str | Path) -> str:
         AdapterError: the file cannot be read, fits nothing, holds modules that are not trained here, has modules
             without effect (alpha 0) or shapes of another model. The network is unchanged then.
     """
+    network = known_network(network)
     if isinstance(network, ForeignNetwork):
         return _into_foreign(network, Path(path))
     file = load_lora(path)
@@ -53,21 +55,23 @@ def warm_start(network: LoraNetwork | ForeignNetwork, path: str | Path) -> str:
 def _into_foreign(network: ForeignNetwork, path: Path) -> str:
     read_lora_header(path)
     tensors = safetensors.torch.load_file(path)
-    wanted = network.state_dict()
+    if bad := [key for key, value in tensors.items() if not torch.isfinite(value).all()]:
+        raise AdapterError(f"'{path}' holds NaN or infinity in {len(bad)} tensors, such as '{bad[0]}'.")
+    wanted = network.export_state_dict()
     known = {key: value for key, value in tensors.items() if key in wanted}
     if not known:
         raise AdapterError(
             f"'{path}' matches nothing: none of its {len(tensors)} tensors is among the {len(wanted)} of "
             f"'{network.name}'. Was it made by another module or algorithm?"
         )
-    if bad := [key for key, value in known.items() if not torch.isfinite(value).all()]:
-        raise AdapterError(f"'{path}' holds NaN or infinity in {len(bad)} tensors, such as '{bad[0]}'.")
     if extra := sorted(tensors.keys() - wanted.keys()):
         raise AdapterError(
             f"'{path}' holds {len(extra)} of {len(tensors)} tensors that '{network.name}' has no place for, such as "
             f"'{extra[0]}'; their effect would be lost."
         )
-    network.load_state_dict({**wanted, **known})
+    if not network.raw_reads(tensors):
+        raise AdapterError(f"'{network.name}' cannot read the files of its own kind back, so it cannot start from one.")
+    network.load_export(known)
     return f"Started from '{path}': {len(known)} of {len(wanted)} tensors of '{network.name}' taken over."
 
 

@@ -13,11 +13,11 @@ from torch import nn
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
-    from ..networks import LoraNetwork
+    from ..networks import Network
 
 
 @contextmanager
-def undisturbed(model: SDXLModel, network: LoraNetwork | None = None) -> Iterator[None]:
+def undisturbed(model: SDXLModel, network: Network | None = None) -> Iterator[None]:
     """Evaluation mode without gradients inside; afterwards everything is put back, also after an exception.
 
     Put back: training mode of every module, `requires_grad` and the gradient of every parameter, the network's

@@ -25,7 +25,7 @@ from .samplers import Conditioning, SamplingStopped, encode_prompts, sample_late
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
-    from ..networks import LoraNetwork
+    from ..networks import Network
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def preview_name(step: int, index: int) -> str:
 
 def make_previews(
     model: SDXLModel,
-    network: LoraNetwork | None,
+    network: Network | None,
     prompts: Sequence[PreviewPrompt],
     *,
     step: int,
@@ -90,7 +90,7 @@ class _Job:
     """One picture, from prompt to file."""
 
     model: SDXLModel
-    network: LoraNetwork | None
+    network: Network | None
     prompt: PreviewPrompt
     index: int
     step: int

@@ -32,7 +32,7 @@ from .previews import failure_text
 
 if TYPE_CHECKING:
     from ..models import SDXLModel, TextEmbeds
-    from ..networks import LoraNetwork
+    from ..networks import Network
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class StableValidation:
         loader: Callable[[Any], LatentBatch],
         objective: Objective,
         model: SDXLModel,
-        network: LoraNetwork | None,
+        network: Network | None,
         draws: Draws,
         config: ValidationConfig,
         *,

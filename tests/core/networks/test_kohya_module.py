@@ -194,7 +194,7 @@ def test_only_the_trained_parts_are_kept(model: SDXLModel, foreign: str) -> None
     before = outputs(model)
     network = make(model, foreign, ("te2",))
     assert network.parts == ("te2",)
-    assert all(name.startswith("lora_te2_") for name in network.state_dict())
+    assert all(name.startswith("lora_te2_") for name in network.export_state_dict())
     network.detach()
     assert torch.equal(outputs(model), before)
     assert not any("forward" in module.__dict__ for root in model.parts.values() for module in root.modules())
@@ -244,14 +244,27 @@ ALGORITHMS = {
     "diag-oft": (),
     "boft": (),
     "lora-dora": ("dora_wd=True",),
-    "ia3": ("preset=ia3",),
+    "ia3": (),
     "glora": (),
 }
+
+
+IA3_PRESET = """
+enable_conv = false
+unet_target_module = []
+unet_target_name = [".*to_k", ".*to_v", ".*ff.net.2"]
+text_encoder_target_module = []
+text_encoder_target_name = [".*k_proj", ".*v_proj", ".*mlp.fc2"]
+"""
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_lycoris_trains_saves_and_is_proven(model: SDXLModel, tmp_path: Path, kind: str) -> None:
     arguments = (f"algo={kind.split('-dora')[0]}", *ALGORITHMS[kind])
+    if kind == "ia3":
+        # LyCORIS' own ia3 preset matches names from their beginning, so it finds nothing in any model.
+        (tmp_path / "ia3.toml").write_text(IA3_PRESET, encoding="utf-8")
+        arguments += (f"preset={tmp_path / 'ia3.toml'}",)
     parts = ("unet", "te2") if kind not in ("glora",) else ("unet",)
     before = outputs(model)
     network = make(model, "lycoris.kohya", parts, network_args=arguments)
@@ -259,8 +272,19 @@ def test_lycoris_trains_saves_and_is_proven(model: SDXLModel, tmp_path: Path, ki
     assert not torch.equal(outputs(model), before)
     proof = export_lora(tmp_path / "a.safetensors", network, model, {}).proof
     assert proof.probe_error <= 1e-5
+    state, trained = network.state_dict(), outputs(model)
     network.detach()
     assert torch.equal(outputs(model), before)
+    again = make(model, "lycoris.kohya", parts, network_args=arguments)
+    again.load_state_dict(state)
+    assert torch.equal(outputs(model), trained)
+    again.detach()
+    assert torch.equal(outputs(model), before)
+
+
+def test_a_preset_that_matches_nothing_is_an_error(model: SDXLModel) -> None:
+    with pytest.raises(AdapterError, match="made no adapters for unet, te2"):
+        make(model, "lycoris.kohya", ("unet", "te2"), network_args=("algo=ia3", "preset=ia3"))
 
 
 def test_lycoris_presets_do_not_leak(model: SDXLModel) -> None:
