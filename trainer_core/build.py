@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import time
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .assemble import Assembly, assemble
+from .checkpoints.manifest import STATE, newest_good
 from .config import TrainConfig, trained_parts
 from .config_io import from_dict, to_dict
 from .config_rules import problems
 from .errors import ConfigError, TrainerError
 from .events import EventBus, PhaseChanged, RunFinished, Warned
+from .resume import refusal, setting_differences
 from .runs.database import RunDatabase
-from .runs.folder import RunFolder, check_writable, free_name, new_run_id
+from .runs.folder import RunFolder, check_writable, free_name, new_run_id, release_name
 from .runs.protocol import Commands
 from .runs.registry import config_hash
 
@@ -114,6 +117,7 @@ def run(run_dir: str | Path, *, commands: Commands | None = None, sink: Subscrib
         folder.lock(),
         RunDatabase(folder.database_path) as database,
     ):
+        stored = _with_final_name(folder, stored)
         bus.seq = database.last_seq()
         bus.subscribe(database)
         if sink is not None:
@@ -123,6 +127,19 @@ def run(run_dir: str | Path, *, commands: Commands | None = None, sink: Subscrib
         for note in stored.get("notes", []):
             bus.emit(Warned(topic="settings", message=note))
         return _Runner(folder, stored, bus, control, database).run()
+
+
+def _with_final_name(folder: RunFolder, stored: dict[str, Any]) -> dict[str, Any]:
+    """A run that has no checkpoint yet may have given its name back when it failed: it takes a free one again."""
+    if newest_good(folder.checkpoints) is not None:
+        return stored
+    final = Path(stored["final_lora"])
+    name = stored["config"]["run"]["output_name"]
+    free = free_name(final.parent, name, final.suffix, owner=folder.path)
+    if free != final:
+        stored = {**stored, "final_lora": str(free.resolve())}
+        folder.write_config(stored)
+    return stored
 
 
 class _Runner:
@@ -198,6 +215,8 @@ class _Runner:
         )
 
     def _end(self, status: str, message: str, checkpoint: str | None, lora: Path | None) -> TrainResult:
+        if status == "finished" or checkpoint is None:
+            release_name(Path(self.stored["final_lora"]))  # the file stands, or the run left nothing to go on from
         state = None if self.assembly is None else self.assembly.trainer.state
         step, applied, rejected = (0, 0, 0) if state is None else (state.step, state.applied, state.rejected)
         shown = None if lora is None else str(lora)
@@ -245,13 +264,25 @@ def resume_run(
     commands: Commands | None = None,
     sink: Subscriber | None = None,
 ) -> TrainResult:
-    """Go on with a stopped or interrupted run, with changed settings where `changes` makes them.
+    """Go on with a stopped or interrupted run, with changed settings where `changes` makes them (`change_run`)."""
+    if changes is not None:
+        change_run(run_dir, changes)
+    return run(run_dir, commands=commands, sink=sink)
 
-    Settings that must not change are compared with the checkpoint's when it is loaded, and refused there by name.
+
+def change_run(run_dir: str | Path, changes: Callable[[TrainConfig], TrainConfig]) -> None:
+    """Write changed settings into a run, for its next start.
+
+    Raises:
+        ConfigError: the changed settings break a rule.
+        CheckpointError: they differ from the newest checkpoint's where an exact resume must not. The run is as it was.
     """
     folder = RunFolder(Path(run_dir))
     stored = folder.read_config()
-    if changes is not None:
-        stored["config"] = to_dict(_checked(changes(from_dict(stored["config"]))))
-        folder.write_config(stored)
-    return run(folder.path, commands=commands, sink=sink)
+    config = _checked(changes(from_dict(stored["config"])))
+    newest = newest_good(folder.checkpoints)
+    if newest is not None:
+        before = json.loads((newest.path / STATE).read_text(encoding="utf-8"))["scalars"]["config"]
+        if bound := setting_differences(before, config)[0]:
+            raise refusal(newest.name, bound)
+    folder.write_config({**stored, "config": to_dict(config)})

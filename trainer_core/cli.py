@@ -232,22 +232,10 @@ def _resume(run_dir: Path, resolved: Resolved) -> int:
     if not resolved.special.get("supervise"):
         return _run_here(run_dir, resolved.settings)
     if resolved.settings:
-        _change(run_dir, resolved.settings)
+        from .build import change_run
+
+        change_run(run_dir, partial(with_settings, settings=resolved.settings))
     return _supervise(run_dir)
-
-
-def _change(run_dir: Path, settings: Mapping[str, Any]) -> None:
-    """Write changed settings into a run before its worker reads them."""
-    from .config_io import from_dict, to_dict
-    from .config_rules import problems
-    from .runs.folder import RunFolder
-
-    folder = RunFolder(run_dir)
-    stored = folder.read_config()
-    config = with_settings(from_dict(stored["config"]), settings)
-    if found := problems(config):
-        raise ConfigError(found)
-    folder.write_config({**stored, "config": to_dict(config)})
 
 
 def _find_run(path: Path) -> Path:

@@ -120,12 +120,7 @@ def restore_state(session: Session, trainer: Trainer) -> Restored | None:
     scalars = loaded.scalars
     bound, free = differences(scalars, session.identity)
     if bound:
-        raise CheckpointError(
-            f"The run cannot go on exactly from {loaded.name}, because this has changed:\n"
-            + "\n".join(f"  - {line}" for line in bound)
-            + "\nPut it back, or start a new run from the LoRA (lora.weights = ...), which is a warm start.",
-            differences=bound,
-        )
+        raise refusal(loaded.name, bound)
     parts = trainer.parts
     parts.network.load_state_dict(loaded.adapter)
     averages = {name: value for name, value in loaded.optimizer.items() if name.startswith(_EMA)}
@@ -143,10 +138,21 @@ def restore_state(session: Session, trainer: Trainer) -> Restored | None:
 
 def differences(scalars: dict[str, Any], now: RunIdentity) -> tuple[list[str], list[str]]:
     """What differs between a checkpoint and the present run: (must not differ, may differ), each in words."""
+    bound, free = setting_differences(scalars["config"], now.config)
+    if scalars["model_fingerprint"] != now.model_fingerprint:
+        bound.append("the base model: other weights than the checkpoint was made with")
+    if scalars["data_digest"] != now.data_digest:
+        bound.append("the data set: pictures or captions were added, removed or edited")
+    free.extend(_version_changes(scalars.get("versions", {})))
+    return bound, free
+
+
+def setting_differences(before: dict[str, Any], now: TrainConfig) -> tuple[list[str], list[str]]:
+    """Settings that differ from a stored config: (must not differ, may differ), each in words."""
     bound: list[str] = []
     free: list[str] = []
-    current = to_dict(now.config)
-    for section, fields in scalars["config"].items():
+    current = to_dict(now)
+    for section, fields in before.items():
         if not isinstance(fields, dict):
             continue
         for name, old in fields.items():
@@ -155,12 +161,17 @@ def differences(scalars: dict[str, Any], now: RunIdentity) -> tuple[list[str], l
                 continue
             full = f"{section}.{name}"
             (free if _is_free(section, full) else bound).append(f"{full}: {old!r} in the checkpoint, {new!r} now")
-    if scalars["model_fingerprint"] != now.model_fingerprint:
-        bound.append("the base model: other weights than the checkpoint was made with")
-    if scalars["data_digest"] != now.data_digest:
-        bound.append("the data set: pictures or captions were added, removed or edited")
-    free.extend(_version_changes(scalars.get("versions", {})))
     return bound, free
+
+
+def refusal(name: str, bound: list[str]) -> CheckpointError:
+    """The error of a run that cannot go on exactly from checkpoint `name`."""
+    return CheckpointError(
+        f"The run cannot go on exactly from {name}, because this has changed:\n"
+        + "\n".join(f"  - {line}" for line in bound)
+        + "\nPut it back, or start a new run from the LoRA (lora.weights = ...), which is a warm start.",
+        differences=bound,
+    )
 
 
 def data_digest(items: Iterable[Item]) -> str:
