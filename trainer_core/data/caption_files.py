@@ -6,7 +6,8 @@ import codecs
 import unicodedata
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from .locations import read_location
 
 _MARKS: tuple[tuple[bytes, str], ...] = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -119,10 +120,10 @@ class CaptionIndex:
             yield from by_stem.values()
 
 
-def read_caption(path: Path, encoding: str | None) -> CaptionText:
+def read_caption(location: str, name: str, encoding: str | None) -> CaptionText:
     """Text of a caption file. Raises CaptionError, also when the file cannot be opened."""
     try:
-        data = path.read_bytes()
+        data = read_location(location)
     except OSError as error:
-        raise CaptionError(f"its caption file {path.name} cannot be read: {error.strerror or error}") from error
-    return decode_caption(data, path.name, encoding)
+        raise CaptionError(f"its caption file {name} cannot be read: {error.strerror or error}") from error
+    return decode_caption(data, name, encoding)

@@ -8,7 +8,6 @@ that does: worker processes start with it.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import warnings
 import zlib
@@ -22,6 +21,7 @@ import numpy as np
 from PIL import Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError
 
 from ..errors import DatasetError
+from .locations import file_of, hash_bytes, hash_location, read_location, shown_name, size_of
 
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "DIB", "GIF", "TIFF", "AVIF", "JXL")
 ENDINGS = (
@@ -47,7 +47,6 @@ MAX_PIXELS = 178_956_970
 """Largest picture that is opened: 512 MiB of RGB pixels, the size at which Pillow itself refuses."""
 MIN_SIDE = 8
 _WHOLE_READ = 256 * 2**20
-_HASH_BYTES = 16
 _ORIENTATION = 0x0112
 _ANIMATED = ("GIF", "WEBP", "PNG", "TIFF", "AVIF", "JXL")
 
@@ -102,29 +101,15 @@ def parse_background(colour: str) -> tuple[int, int, int]:
     return rgb[0], rgb[1], rgb[2]
 
 
-def hash_bytes(data: bytes) -> str:
-    """blake2b-128 of `data` in hex: the identity of a file's content."""
-    return hashlib.blake2b(data, digest_size=_HASH_BYTES).hexdigest()
-
-
-def hash_file(path: Path) -> str:
-    """`hash_bytes` of a file of any size, read in pieces."""
-    digest = hashlib.blake2b(digest_size=_HASH_BYTES)
-    with path.open("rb") as stream:
-        while piece := stream.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def examine_picture(path: Path, background: tuple[int, int, int] = (255, 255, 255)) -> PictureFacts:
-    """Hash and decode `path` in full, so that nothing about it can fail later. Never raises for a bad file."""
-    content_hash = ""
+def examine_picture(location: str | Path, background: tuple[int, int, int] = (255, 255, 255)) -> PictureFacts:
+    """Hash and decode the picture in full, so that nothing about it can fail later. Never raises for a bad file."""
+    location, content_hash = str(location), ""
     try:
-        if path.stat().st_size > _WHOLE_READ:
-            content_hash = hash_file(path)
-            source: Path | BytesIO = path
+        if size_of(location) > _WHOLE_READ and file_of(location) == location:
+            content_hash = hash_location(location)
+            source: Path | BytesIO = Path(location)
         else:
-            data = path.read_bytes()
+            data = read_location(location)
             content_hash = hash_bytes(data)
             if not data:
                 return PictureFacts(content_hash, (0, 0), reason="empty file (0 bytes)")
@@ -133,7 +118,7 @@ def examine_picture(path: Path, background: tuple[int, int, int] = (255, 255, 25
     except PictureError as error:
         return PictureFacts(content_hash, (0, 0), reason=str(error))
     except FileNotFoundError:
-        return PictureFacts(content_hash, (0, 0), reason=_missing_reason(path))
+        return PictureFacts(content_hash, (0, 0), reason=_missing_reason(Path(file_of(location))))
     except PermissionError:
         return PictureFacts(content_hash, (0, 0), reason="cannot be read: permission denied")
     except OSError as error:
@@ -145,17 +130,18 @@ def examine_picture(path: Path, background: tuple[int, int, int] = (255, 255, 25
     return PictureFacts(content_hash, (width, height), facts.format, facts.notes, reason)
 
 
-def decode_picture(path: str | Path, background: str | tuple[int, int, int] = "white") -> np.ndarray:
-    """uint8 array (height, width, 3) of the upright picture over `background`.
+def decode_picture(
+    location: str | Path, background: str | tuple[int, int, int] = "white", *, data: bytes | None = None
+) -> np.ndarray:
+    """uint8 array (height, width, 3) of the upright picture over `background`. `data`: its bytes, if read already.
 
     Raises DatasetError naming the file when it cannot be decoded.
     """
     colour = parse_background(background) if isinstance(background, str) else background
-    path = Path(path)
     try:
-        return _decode(path, colour)[0]
+        return _decode(BytesIO(read_location(str(location)) if data is None else data), colour)[0]
     except (PictureError, OSError) as error:
-        raise DatasetError(f"{path}: {error}", path) from error
+        raise DatasetError(f"{shown_name(str(location))}: {error}", shown_name(str(location))) from error
 
 
 def decode_mask(path: str | Path, *, alpha: bool) -> np.ndarray:
@@ -163,7 +149,6 @@ def decode_mask(path: str | Path, *, alpha: bool) -> np.ndarray:
 
     A picture without transparency is 1 everywhere. Raises DatasetError naming the file when it cannot be decoded.
     """
-    path = Path(path)
     if not alpha:
         return decode_picture(path, "black")[..., 0].astype(np.float32) / 255
     # Alpha is what white and black grounds differ by: out = colour x a + ground x (1 - a).

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from ..errors import DatasetError
 from . import scan_warnings as say
-from .caption_files import normal_stem
+from .caption_files import CaptionIndex, normal_stem
 from .folders import Folder, kohya_folders, list_folder, pictures_below, walk
+from .locations import shown_name
 from .metadata import DEFAULT_NAMES, Metadata, find_metadata, read_metadata
 from .sets import SetSpec
+from .tar_shards import list_tar
 
 
 @dataclass
@@ -59,11 +61,16 @@ class MaskFolder:
 
 def find_set(spec: SetSpec, notes: say.ScanNotes, skip: Path | None) -> FoundSet:
     """Everything that belongs to `spec`; what is passed over goes to `notes`. DatasetError when it cannot be listed."""
-    root = list_folder(spec.folder, "", spec.caption_extensions)
+    if spec.folder.is_file():
+        root = Folder(spec.folder.parent, "", captions=CaptionIndex(spec.caption_extensions), tars=[spec.folder.name])
+        spec = replace(spec, folder=spec.folder.parent, numbered=False)
+    else:
+        root = list_folder(spec.folder, "", spec.caption_extensions)
     if skip is not None:
         real = os.path.realpath(skip)
         root.folders = [name for name in root.folders if os.path.realpath(spec.folder / name) != real]
     folders: list[FoundFolder] = []
+    missing: list[tuple[str, str]] = []
     for part in _parts(spec, root, notes):
         for folder in walk(
             part.folder,
@@ -75,12 +82,24 @@ def find_set(spec: SetSpec, notes: say.ScanNotes, skip: Path | None) -> FoundSet
         ):
             start = part.prefix + (f"{folder.relative}/" if folder.relative else "")
             folders.append(FoundFolder(part, folder, start))
-    found = FoundSet(spec, folders, _caption_ending(folders, spec.caption_extensions))
+            folders += _tars(part, folder, start, missing)
+    found = FoundSet(spec, folders, _caption_ending(folders, spec.caption_extensions), missing=missing)
     _add_metadata(found, notes)
     if spec.mask and spec.mask != "alpha":
         found.masks = MaskFolder(_mask_folder(spec))
     for one in folders:
         _note_others(one, found, notes)
+    return found
+
+
+def _tars(spec: SetSpec, folder: Folder, start: str, problems: list[tuple[str, str]]) -> list[FoundFolder]:
+    """The tar shards of a folder, each like a folder of its own."""
+    found = []
+    for name in folder.tars:
+        inside, problem = list_tar(folder.path / name, folder.name_of(name), spec.caption_extensions)
+        if problem:
+            problems.append((start + name, problem))
+        found.append(FoundFolder(spec, inside, f"{start}{name}/"))
     return found
 
 
@@ -139,7 +158,9 @@ def _add_metadata(found: FoundSet, notes: say.ScanNotes) -> None:
         return
     found.metadata = read_metadata(path, spec.folder, spec.caption_encoding)
     notes.free += found.metadata.problems
-    there = {f"{one.prefix}{name}"[len(spec.prefix) :] for one in found.folders for name in one.folder.pictures}
+    there = {
+        f"{one.prefix}{shown_name(name)}"[len(spec.prefix) :] for one in found.folders for name in one.folder.pictures
+    }
     known = {os.path.splitext(file)[0] for file in there}
     for file in found.metadata.captions:
         if file in there or file in known:
@@ -178,15 +199,15 @@ def _note_others(one: FoundFolder, found: FoundSet, notes: say.ScanNotes) -> Non
     for name in folder.pictures:
         stem = normal_stem(name)
         if stem in seen:
-            notes.stems.append((one.prefix + seen[stem], one.prefix + name))
+            notes.stems.append((one.prefix + shown_name(seen[stem]), one.prefix + shown_name(name)))
         seen[stem] = name
     orphans = folder.captions.without(seen)
     if orphans:
         folded = {stem.casefold() for stem in seen}
         orphans = [name for name in orphans if normal_stem(name).casefold() not in folded]
     others = [name for name in folder.others if found.metadata is None or name not in DEFAULT_NAMES]
-    notes.ignored += [one.prefix + name for name in (*others, *orphans)]
+    notes.ignored += [one.prefix + name for name in (*others, *map(shown_name, orphans))]
     notes.unreadable += [one.prefix + name for name in folder.unreadable]
     if orphans and folder.pictures:
-        shown = say.names(one.prefix + name for name in orphans)
+        shown = say.names(one.prefix + shown_name(name) for name in orphans)
         notes.free.append(f"{say.counted(len(orphans), 'caption file')} without a picture of that name: {shown}")

@@ -20,9 +20,8 @@ _QUOTES = {'"': '"', "'": "'", "\u201c": "\u201d", "\u2018": "\u2019", "`": "`",
 
 
 def clean_folder(typed: str) -> Path:
-    """The folder meant by what somebody typed or pasted: blanks, quotes, line ends and a trailing slash do not matter.
-
-    A folder that really has such a name wins. Raises DatasetError with the path between marks.
+    """The folder (or tar file) meant by what somebody typed or pasted: blanks, quotes, line ends, a trailing slash
+    do not matter. A folder that really has such a name wins. Raises DatasetError with the path between marks.
     """
     if not typed.strip():
         raise DatasetError("No folder of pictures was given. Set dataset.path to a folder with pictures and captions.")
@@ -30,6 +29,8 @@ def clean_folder(typed: str) -> Path:
         path = Path(candidate).expanduser()
         try:
             if path.is_dir():
+                return path
+            if path.suffix.lower() == ".tar" and path.is_file():
                 return path
             if path.exists():
                 raise DatasetError(
@@ -67,6 +68,7 @@ class Folder:
     pictures: list[str] = field(default_factory=list)
     captions: CaptionIndex = field(default_factory=lambda: CaptionIndex(()))
     others: list[str] = field(default_factory=list)
+    tars: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
 
@@ -115,6 +117,8 @@ def _sort_in(folder: Folder, files: Sequence[str]) -> None:
             pictures.append(name)
         elif suffix in caption_endings and name[0] != ".":
             add_caption(name, suffix)
+        elif suffix == ".tar" and name[0] != ".":
+            folder.tars.append(name)
         elif not is_passed_over(name) and suffix in _ENDINGS:  # a name that starts with three dots
             pictures.append(name)
         else:
@@ -176,8 +180,8 @@ def pictures_below(root: Folder, *, skip: Sequence[str] = (), limit: int = 100_0
         if name in skip:
             continue
         count = 0
-        for folder in walk(root.path / name, (), recursive=True, problems=[]):
-            count += len(folder.pictures)
+        for folder in walk(root.path / name, (), recursive=True, problems=[], skip=root.path):
+            count += len(folder.pictures) + len(folder.tars)
             if count >= limit:
                 break
         if count:

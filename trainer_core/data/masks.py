@@ -15,7 +15,8 @@ from PIL import Image
 from ..errors import DatasetError
 from .buckets import VAE_FACTOR
 from .cache_files import ShardStore, digest
-from .decode import decode_mask, hash_file
+from .decode import decode_mask
+from .locations import hash_location
 from .records import Item, StopRequested
 
 _FORMAT = "mask-1"
@@ -37,7 +38,7 @@ class MaskCache:
     def _hash(self, path: str) -> str:
         if path not in self._hashes:
             try:
-                self._hashes[path] = hash_file(Path(path))
+                self._hashes[path] = hash_location(path)
             except OSError as error:
                 raise DatasetError(f"The mask '{path}' cannot be read: {error.strerror or error}.", path) from error
         return self._hashes[path]

@@ -20,7 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from .decode import PictureError, PictureFacts, decode_picture, examine_picture, fit_picture, hash_file
+from .decode import PictureError, PictureFacts, decode_picture, examine_picture, fit_picture
+from .locations import hash_bytes, read_location
 
 Job = dict[str, Any]
 
@@ -53,16 +54,16 @@ def fit_job(
 
 def do_job(job: Job) -> PictureFacts | np.ndarray:
     """Do a job in this process. Raises PictureError for a picture that cannot be decoded or has changed."""
-    path, background = Path(job["path"]), tuple(job["background"])
+    location, background = job["path"], tuple(job["background"])
     if job["op"] == "examine":
-        return examine_picture(path, background)  # type: ignore[arg-type]
+        return examine_picture(location, background)  # type: ignore[arg-type]
     try:
-        changed = hash_file(path) != job["content_hash"]
+        data = read_location(location)
     except OSError as error:
         raise PictureError(f"cannot be read any more: {error.strerror or error}") from error
-    if changed:
+    if hash_bytes(data) != job["content_hash"]:
         raise PictureError("the file was changed while this run was being prepared; start the run again")
-    pixels = decode_picture(path, background)  # type: ignore[arg-type]
+    pixels = decode_picture(location, background, data=data)  # type: ignore[arg-type]
     return fit_picture(pixels, tuple(job["resized"]), tuple(job["bucket"]), job["resample"])  # type: ignore[arg-type]
 
 

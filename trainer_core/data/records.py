@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..draws import sample_key
+from . import scan_warnings as say
 from .captions import CaptionRules, fixed_captions
+from .locations import file_of
 from .sets import SetSpec
 
 
@@ -45,7 +47,7 @@ class Item:
 
     @property
     def path(self) -> Path:
-        return Path(self.source)
+        return Path(file_of(self.source))
 
     @property
     def is_prior(self) -> bool:
@@ -160,13 +162,13 @@ class ScanReport:
         prior = sum(1 for item in self.items if item.is_prior)
         samples = sum(item.repeats for item in self.items)
         lines = [
-            f"{len(self.items)} pictures usable ({samples} samples an epoch"
+            f"{say.counted(len(self.items), 'picture')} usable ({say.counted(samples, 'sample')} an epoch"
             + (f", {prior} prior pictures" if prior else "")
-            + f"), {len(self.refused)} refused, {len(self.ignored)} other files passed over"
+            + f"), {len(self.refused)} refused, {say.counted(len(self.ignored), 'other file')} passed over"
         ]
         if self.decoded and self.decode_seconds > 0:
             lines.append(f"  {self.decoded} read and decoded, {self.decoded / self.decode_seconds:.0f} pictures/s")
-        lines += [f"  bucket {w}x{h}: {count} samples" for (w, h), count in self.bucket_counts.items()]
+        lines += [f"  bucket {w}x{h}: {say.counted(count, 'sample')}" for (w, h), count in self.bucket_counts.items()]
         lines += [f"  refused: {file}: {reason}" for file, reason in self.refused]
         lines += [f"  note: {warning}" for warning in self.warnings]
         lines += [self.error] if self.error else []

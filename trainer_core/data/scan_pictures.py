@@ -14,6 +14,7 @@ from .caption_files import CaptionError, CaptionText, normal_stem, read_caption
 from .captions import fixed_captions
 from .decode import PictureError, PictureFacts
 from .find import FoundFolder, FoundSet
+from .locations import file_of, locate, shown_name
 from .memo import FileMemo, Known, Row, stamp_of
 from .pool import DecodePool, examine_job
 from .records import StopRequested
@@ -96,12 +97,16 @@ class PictureScan:
             for folder in found.folders:
                 path = str(folder.folder.path)
                 start = os.path.join(path, "")
+                is_tar = folder.folder.path.suffix.lower() == ".tar" and folder.folder.path.is_file()
+                shared = stamp_of(path) if is_tar and self.memo.active else None
                 number = self.table.folder(path, folder.prefix)
                 memo = self.memo.folder(path)
-                quick = QuickPath(self, found, folder, number, start) if self._is_plain(found, folder) else None
+                quick = None
+                if not is_tar and self._is_plain(found, folder):
+                    quick = QuickPath(self, found, folder, number, start)
                 for name in folder.folder.pictures:
-                    whole = start + name
-                    stamp = stamp_of(whole) if self.memo.active else None
+                    whole = locate(path, name) if is_tar else start + name
+                    stamp = shared if is_tar else stamp_of(whole) if self.memo.active else None
                     row = None if self.verify or stamp is None else memo.find(name)
                     if row is None or row.stamp != stamp:
                         job = pool.submit(examine_job(whole, found.spec.background))
@@ -125,7 +130,7 @@ class PictureScan:
         facts = task.known.facts if task.known else _facts(task.result)
         self.decoded += task.known is None
         known = task.known or Known(task.stamp or b"", facts)
-        file = task.folder.prefix + task.name
+        file = task.folder.prefix + shown_name(task.name)
         changed = task.known is None
         try:
             reason = facts.reason or _ratio_reason(facts.size, task.folder.spec.max_ratio)
@@ -136,7 +141,7 @@ class PictureScan:
         except CaptionError as error:
             self.refused.append((file, str(error)))
         if changed and task.stamp is not None and facts.content_hash:
-            self.memo.put(task.path[: -len(task.name) - 1], task.name, known)
+            self.memo.put(str(task.folder.folder.path), task.name, known)
         self.tell(file, total)
 
     def tell(self, file: str, total: int = 0) -> None:
@@ -188,7 +193,7 @@ class PictureScan:
 
     def _caption_text(self, task: _Task, known: Known) -> tuple[CaptionText, str, bool]:
         """(text, where it comes from, whether a file was read). CaptionError when a file is there but is no text."""
-        inside = (task.folder.prefix + task.name)[len(task.found.spec.prefix) :]
+        inside = (task.folder.prefix + shown_name(task.name))[len(task.found.spec.prefix) :]
         if task.found.metadata is not None:
             lines = task.found.metadata.find(inside)
             if lines is not None:
@@ -196,14 +201,14 @@ class PictureScan:
         name = task.folder.folder.captions.find(normal_stem(task.name), task.found.ending)
         if name is None:
             return CaptionText(()), "", False
-        path = os.path.join(str(task.folder.folder.path), name)
+        path = locate(str(task.folder.folder.path), name)
         spec = task.folder.spec
-        stamp = stamp_of(path) if self.memo.active else None
+        stamp = stamp_of(file_of(path)) if self.memo.active else None
         key = spec.caption_encoding or ""
         same = known.caption_name == name and known.caption_key == key and known.caption_stamp == stamp
         if known.caption is not None and same and not self.verify:
             return known.caption, name, False
-        text = read_caption(task.folder.folder.path / name, spec.caption_encoding)
+        text = read_caption(path, shown_name(name), spec.caption_encoding)
         known.caption_name, known.caption_key, known.caption_stamp, known.caption = name, key, stamp or b"", text
         return text, name, stamp is not None
 
@@ -215,13 +220,13 @@ class PictureScan:
             stem = normal_stem(task.name)
             strays = [index.find(stem, other) for other in index.extensions if other != task.found.ending]
             for stray in filter(None, strays):
-                self.notes.other_endings.add(task.folder.prefix + stray)
+                self.notes.other_endings.add(task.folder.prefix + shown_name(stray))
         if text.lines:
             return ("\n".join(text.lines) if spec.keeps_lines else text.joined), text.notes
         (self.notes.empty if name else self.notes.without).add(file)
         fallback = spec.default_caption or spec.class_tokens
         self.notes.fallback.add(fallback)
-        return fallback, (*text.notes, f"the caption in {name} is empty" if name else "no caption file")
+        return fallback, (*text.notes, f"the caption in {shown_name(name)} is empty" if name else "no caption file")
 
     def _length_note(self, file: str, caption: str, spec: SetSpec) -> tuple[str, ...]:
         fixed = fixed_captions(caption, spec.rules)

@@ -5,7 +5,6 @@ An `Item` is made when it is looked at. Names and captions are UTF-8 in two blob
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import overload
@@ -13,6 +12,7 @@ from typing import overload
 import numpy as np
 
 from .buckets import Placement
+from .locations import locate, shown_name
 from .records import Item
 from .sets import SetSpec
 
@@ -125,8 +125,8 @@ class ItemTable(Sequence[Item]):
         name = stored.decode("utf-8", "surrogateescape")
         caption = self._captions[self._caption_ends[row - 1] if row else 0 : self._caption_ends[row]]
         return Item(
-            file=relative + name,
-            source=os.path.join(path, name),
+            file=relative + shown_name(name),
+            source=locate(path, name),
             content_hash=self._hashes[16 * row : 16 * row + 16].hex(),
             upright_size=(self._sizes[2 * row], self._sizes[2 * row + 1]),
             resized=(self._resized[2 * row], self._resized[2 * row + 1]),
