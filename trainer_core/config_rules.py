@@ -267,6 +267,9 @@ def _same_folder(one: str, other: str) -> bool:
     return Path(_as_meant(one)).expanduser().resolve() == Path(_as_meant(other)).expanduser().resolve()
 
 
+_LONGEST_NAME = 100  # encrypted file systems allow 143 bytes; "-step00000500.safetensors" and "-2" come on top
+
+
 def _output(config: TrainConfig) -> Found:
     folder, name = config.run.output_dir, config.run.output_name
     if not folder:
@@ -295,6 +298,11 @@ def _output(config: TrainConfig) -> Found:
     elif name.endswith(".safetensors"):
         fix = f"Write {name.removesuffix('.safetensors')}."
         yield Problem("run.output_name", name, "already has the ending that is added", fix)
+    elif len(name.encode("utf-8", "replace")) > _LONGEST_NAME:
+        why = (
+            f"is {len(name.encode('utf-8', 'replace'))} bytes long; with step and ending it would pass what disks allow"
+        )
+        yield Problem("run.output_name", name[:40] + "...", why, f"Write a name of at most {_LONGEST_NAME} bytes.")
 
 
 def _device(config: TrainConfig) -> Found:

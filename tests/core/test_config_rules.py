@@ -104,6 +104,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], str, str]] = [
     ({"run.output_name": ""}, "run.output_name", "is empty"),
     ({"run.output_name": "CON"}, "run.output_name", "Windows"),
     ({"run.output_name": "x.safetensors"}, "run.output_name", "Write x."),
+    ({"run.output_name": "x" * 300}, "run.output_name", "300 bytes long"),
     ({"run.device": "gpu"}, "run.device", "no device name"),
     ({"run.device": "cuda0"}, "run.device", "Did you mean cuda:0?"),
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,9 +124,14 @@ def read_header(path: Path) -> TensorFile:
 
 def _first_bytes(path: Path) -> tuple[int, bytes]:
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            # Opening a named pipe would wait for ever for somebody to write into it.
+            raise ModelFileError(
+                f"'{path}' is a device or pipe, not a file. Give a .safetensors file or a folder.", path
+            )
         with open(path, "rb") as file:
-            return size, file.read(512)
+            return status.st_size, file.read(512)
     except FileNotFoundError as error:
         hub = not path.is_absolute() and len(path.parts) == 2 and not path.suffix.startswith(".s")
         hint = (

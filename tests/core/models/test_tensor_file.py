@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from trainer_core.errors import ModelFileError
 from trainer_core.models.tensor_file import Outgoing, read_header, write_tensors
 
 TENSORS = {
@@ -66,3 +68,10 @@ def test_same_content_gives_same_bytes(tmp_path: Path) -> None:
     for name, metadata in (("a", {"x": "1", "y": "2"}), ("b", {"y": "2", "x": "1"})):
         write_tensors(tmp_path / name, outgoing(TENSORS), metadata)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes are POSIX")
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match="device or pipe"):
+        read_header(tmp_path / "model.safetensors")
