@@ -148,7 +148,8 @@ class _Assembler:
         """Prior pictures are trained on and never measured: they say nothing about the new concept."""
         own = [item for item in report.items if not item.is_prior]
         validation = self.config.validation
-        shares = sorted({item.spec.validation_split for item in own}, key=lambda share: -1.0 if share is None else share)
+        found = {item.spec.validation_split for item in own}
+        shares = sorted(found, key=lambda share: -1.0 if share is None else share)
         if len(shares) < 2 and shares[0] is None:
             holdout = choose_holdout(own, validation, self.draws)
         else:  # a data-set config file may give each of its sets a share of its own

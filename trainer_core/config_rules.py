@@ -253,7 +253,7 @@ def _paths(config: TrainConfig) -> Found:
 
 
 def _as_meant(folder: str) -> str:
-    """A folder as typed or pasted, without blanks, quotes and line ends around it; as it is when that does not exist."""
+    """A folder as typed or pasted, without blanks, quotes and line ends around it, where that exists."""
     from .data.folders import clean_folder
     from .errors import DatasetError
 
