@@ -243,7 +243,7 @@ def _paths(config: TrainConfig) -> Found:
             yield Problem(key, path, "there is no such folder", "Check the path.")
         elif not Path(path).expanduser().is_dir():
             yield Problem(key, path, "is a file", "Give the folder.")
-    for key in ("model.vae", "lora.weights", "preview.prompt_file", "dataset.config_file"):
+    for key in ("model.vae", "lora.weights", "dataset.config_file"):
         path = value_of(config, key)
         if path and not Path(path).expanduser().exists():
             yield Problem(key, path, "there is no such file", "Check the path, or unset it.")
@@ -305,6 +305,13 @@ def _output(config: TrainConfig) -> Found:
         yield Problem("run.output_name", name[:40] + "...", why, f"Write a name of at most {_LONGEST_NAME} bytes.")
 
 
+def _prompts(config: TrainConfig) -> Found:
+    """Flags and files of the preview prompts; their reader needs no model."""
+    from .validation.prompts import prompt_problems
+
+    yield from prompt_problems(config.preview)
+
+
 def _device(config: TrainConfig) -> Found:
     device = config.run.device
     if not re.fullmatch(r"auto|cpu|mps|xpu|cuda(:\d{1,3})?", device):
@@ -325,6 +332,7 @@ _RULES: tuple[Callable[[TrainConfig], Found], ...] = (
     _captions,
     _sizes,
     _device,
+    _prompts,
 )
 
 
