@@ -132,7 +132,7 @@ def restore_state(session: Session, trainer: Trainer) -> Restored | None:
     parts.precision.load_state_dict(scalars["precision"])
     trainer.state = TrainState.from_dict(scalars["counters"])
     session.validation_history[:] = scalars["validation"]
-    session.resumed_from = loaded.name
+    session.went_on_from(loaded.name, trainer.state.step)
     return Restored(loaded.name, tuple(free), loaded.passed_over)
 
 

@@ -77,6 +77,11 @@ class Session:
         self._answer_commands()
         return self.commands.stop_requested
 
+    def went_on_from(self, name: str, step: int) -> None:
+        """The run was taken up from checkpoint `name` of `step`; that step needs no second checkpoint."""
+        self.resumed_from = name
+        self._last_checkpoint_step, self._last_checkpoint_name = step, name
+
     def before_training(self, step: int) -> None:
         """Validation and previews of the untrained state; not repeated on resume."""
         if step == 0:

@@ -131,6 +131,13 @@ def test_kind_resume_config_changed_settings(config_for: Callable[..., TrainConf
     assert recorder.of("StepFinished")[0]["lr"] == {"unet": 5e-4, "te1": 5e-4, "te2": 5e-4}
 
 
+def test_resuming_a_finished_run_leaves_one_checkpoint_of_its_last_step(config_for: Callable[..., TrainConfig]) -> None:
+    done, _ = train(config_for())
+    again = resume_run(done.run_dir)
+    assert (again.status, again.step) == ("finished", 4)
+    assert [path.name for path in (done.run_dir / "checkpoints").iterdir()] == ["step-00000004"]
+
+
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss of the given steps (1-based) NaN."""
     original = Trainer.loss
