@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,14 +29,12 @@ class ForeignNetwork:
         raw: its network, after `apply_to`.
         model: the model it was put on.
         base_parameters: every layer's own weights before that (see `base_parameters_of`).
-        has_dropout: whether it draws dropout masks from torch's global random stream.
+        draws: whether it draws from global random streams while it computes.
     """
 
-    def __init__(
-        self, name: str, raw: Any, model: SDXLModel, base_parameters: BaseParameters, *, has_dropout: bool
-    ) -> None:
+    def __init__(self, name: str, raw: Any, model: SDXLModel, base_parameters: BaseParameters, *, draws: bool) -> None:
         self.name, self.raw = name, raw
-        self._has_dropout = has_dropout
+        self._draws = draws
         self._roots = [model.unet, *model.text_encoders]
         raw.to(torch.float32).requires_grad_(True)
         self._taken = _taken_over(self._roots, base_parameters)
@@ -65,10 +64,13 @@ class ForeignNetwork:
             lora.multiplier = float(multiplier)  # type: ignore[assignment]
 
     def set_draws(self, draws: DropoutDraws | None) -> None:
-        """Foreign dropout uses torch's global stream; give it a start that depends on the micro-batch only."""
-        if self._has_dropout and draws is not None:
+        """Foreign modules draw (dropout, DyLoRA's ranks) from the global streams of torch and Python; give these a
+        start that depends on the micro-batch only."""
+        if self._draws and draws is not None:
             keys = "+".join(draws.sample_keys)
-            torch.manual_seed(draws.draws.integer(0, 2**62, draws.epoch, keys, f"dropout/{self.name}"))
+            start = draws.draws.integer(0, 2**62, draws.epoch, keys, f"dropout/{self.name}")
+            torch.manual_seed(start)
+            random.seed(start)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.raw.named_parameters()

@@ -6,6 +6,7 @@ weights loaded, computes the same; and the output differs from the base model's.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,5 +95,11 @@ def _outputs(model: SDXLModel, parts: tuple[str, ...]) -> Mapping[str, torch.Ten
     # Foreign layers compute W + dW themselves, so the weights cannot be widened below them: a half-precision base is
     # probed under autocast, where equal weights give equal bits.
     narrow = model.dtype != torch.float32
-    with torch.autocast(model.device.type, dtype=model.dtype if narrow else None, enabled=narrow):
-        return {part: probe_part(model, part) for part in parts}
+    # DyLoRA draws a rank from Python's own random stream in every pass, also outside training.
+    stream = random.getstate()
+    random.seed(0)
+    try:
+        with torch.autocast(model.device.type, dtype=model.dtype if narrow else None, enabled=narrow):
+            return {part: probe_part(model, part) for part in parts}
+    finally:
+        random.setstate(stream)

@@ -27,7 +27,7 @@ from torch import nn
 
 from ..config import LoraConfig, part_alpha, part_rank
 from ..errors import AdapterError, ConfigError, Problem
-from .foreign_network import ForeignNetwork, base_parameters_of
+from .foreign_network import BaseParameters, ForeignNetwork, base_parameters_of
 from .naming import part_of_name
 from .sgm_view import model_views
 
@@ -58,8 +58,8 @@ def create_kohya_network(
     with class_state_restored(module), seeded(seed), torch.inference_mode(False):
         with contextlib.redirect_stdout(printed):
             raw = _called(config.network, lambda: _create(module, model, config, arguments))
-        _keep_parts(config.network, raw, trained_parts)
-        network = ForeignNetwork(config.network, raw, model, before, has_dropout=_has_dropout(config, arguments))
+        _keep_parts(config.network, raw, trained_parts, before)
+        network = ForeignNetwork(config.network, raw, model, before, draws=_draws(config, arguments))
     missing = [part for part in trained_parts if part not in network.parts]
     if missing:
         network.detach()
@@ -173,28 +173,29 @@ def _unet_class(module: ModuleType) -> type[nn.Module]:
     return found if isinstance(found, type) else nn.Module
 
 
-def _keep_parts(name: str, raw: Any, parts: Sequence[str]) -> None:
+def _keep_parts(name: str, raw: Any, parts: Sequence[str], before: BaseParameters) -> None:
     """Take the modules of parts that are not trained out again: foreign modules know 'text encoder' as one thing."""
     lists = [attribute for attribute in ("text_encoder_loras", "unet_loras", "loras") if hasattr(raw, attribute)]
     if not lists:
         raise AdapterError(f"'{name}' keeps its modules where they cannot be found (no unet_loras).")
     for child_name, child in list(raw.named_children()):
         if part_of_name(child_name) not in (*parts, None):
-            _release(child)
+            _release(child, before)
             delattr(raw, child_name)
     for attribute in lists:
         kept = [lora for lora in getattr(raw, attribute) if part_of_name(lora.lora_name) in (*parts, None)]
         setattr(raw, attribute, kept)
 
 
-def _release(lora: Any) -> None:
-    """Give the base layer its own forward back."""
-    if hasattr(lora, "restore"):
-        lora.restore()
-    elif hasattr(lora, "org_forward"):
-        base = getattr(lora.org_forward, "__self__", None)
-        if isinstance(base, nn.Module):
-            base.__dict__.pop("forward", None)
+def _release(lora: Any, before: BaseParameters) -> None:
+    """Give the base layer its own forward and weights back."""
+    owners = getattr(lora, "org_module", None)
+    base = owners[0] if isinstance(owners, list | tuple) and owners else getattr(lora.org_forward, "__self__", None)
+    if not isinstance(base, nn.Module):
+        raise AdapterError(f"'{lora.lora_name}' does not say which layer it is on, so it cannot be taken off again.")
+    for key in [key for key in base.__dict__ if key == "forward" or key.startswith("_lycoris_")]:
+        del base.__dict__[key]
+    base._parameters.update(before.get(base, {}))
 
 
 def _called(name: str, call: Any) -> Any:
@@ -217,10 +218,10 @@ def _called(name: str, call: Any) -> Any:
         ) from error
 
 
-def _has_dropout(config: LoraConfig, arguments: Mapping[str, str]) -> bool:
+def _draws(config: LoraConfig, arguments: Mapping[str, str]) -> bool:
     rates = [config.dropout, config.rank_dropout, config.module_dropout]
     rates += [float(arguments[key] or 0) for key in ("dropout", "rank_dropout", "module_dropout") if key in arguments]
-    return any(rate > 0 for rate in rates)
+    return any(rate > 0 for rate in rates) or arguments.get("algo") == "dylora" or "dylora" in config.network
 
 
 @contextmanager

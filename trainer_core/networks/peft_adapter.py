@@ -55,9 +55,9 @@ class PeftNetwork(ForeignNetwork):
     """A network of PEFT layers."""
 
     def __init__(
-        self, kind: str, raw: PeftContainer, model: SDXLModel, base_parameters: BaseParameters, *, has_dropout: bool
+        self, kind: str, raw: PeftContainer, model: SDXLModel, base_parameters: BaseParameters, *, draws: bool
     ) -> None:
-        super().__init__(f"peft:{kind}", raw, model, base_parameters, has_dropout=has_dropout)
+        super().__init__(f"peft:{kind}", raw, model, base_parameters, draws=draws)
         self.kind = kind
 
     def set_multiplier(self, multiplier: float) -> None:
@@ -120,7 +120,7 @@ def create_peft_network(
     with seeded(seed), torch.inference_mode(False):
         raw = _inject(kind, selected, config)
     _take_over(raw, selected)
-    network = PeftNetwork(kind, raw, model, before, has_dropout=config.dropout > 0)
+    network = PeftNetwork(kind, raw, model, before, draws=config.dropout > 0)
     network.rebuild = lambda: create_peft_network(model, config, trained_parts=trained_parts, seed=seed)
     network.train()
     return network

@@ -16,7 +16,14 @@ from .naming import unet_sgm_path
 if TYPE_CHECKING:
     from ..models import SDXLModel
 
-_CONTAINERS = {"resnets": "ResnetBlock2D", "downsamplers": "Downsample2D", "upsamplers": "Upsample2D"}
+_CONTAINERS = {
+    "resnets": "ResnetBlock2D",
+    "attentions": "Transformer2DModel",
+    "downsamplers": "Downsample2D",
+    "upsamplers": "Upsample2D",
+}
+# Class names of sd-scripts' UNet inside a transformer; LyCORIS' presets look for them.
+_INSIDE = {"attn1": "CrossAttention", "attn2": "CrossAttention", "ff": "FeedForward"}
 
 
 def unet_view(unet: nn.Module, base_class: type[nn.Module] = nn.Module) -> nn.Module:
@@ -29,9 +36,8 @@ def unet_view(unet: nn.Module, base_class: type[nn.Module] = nn.Module) -> nn.Mo
     view = _shell("SgmUNet", base_class)
     for path, module in unet.named_modules():
         name = unet_sgm_path(unet, path) if path else None
-        if name is None or not _is_mounted(path, module):
-            continue
-        _mount(view, name.split("."), module, _container_of(path))
+        if name is not None and _is_layer(module):
+            _mount(view, name.split("."), module, _container_of(path))
     return view
 
 
@@ -49,30 +55,27 @@ def model_views(model: SDXLModel, base_class: type[nn.Module] = nn.Module) -> tu
     return unet_view(model.unet, base_class), [text_encoder_view(encoder) for encoder in model.text_encoders]
 
 
-def _is_mounted(path: str, module: nn.Module) -> bool:
-    """Whole transformers (their inside has the same names in both worlds), else single layers."""
-    inside_transformer = ".attentions." in path
-    if inside_transformer:
-        return path.split(".attentions.")[1].isdigit()
+def _is_layer(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _container_of(path: str) -> str | None:
-    """Class name that the layer's container must have, None for a plain one."""
+    """Class name that the layer's block must have, None for a plain one."""
     return next((name for kind, name in _CONTAINERS.items() if f".{kind}." in path), None)
 
 
-def _mount(view: nn.Module, names: list[str], module: nn.Module, container: str | None) -> None:
-    """Put `module` at the end of `names`, making containers on the way. SGM blocks are `input_blocks.4.0`: the third
-    level of a residual block or sampler is the one that needs the class name."""
+def _mount(view: nn.Module, names: list[str], layer: nn.Module, container: str | None) -> None:
+    """Put `layer` at the end of `names`, making containers on the way. SGM blocks are `input_blocks.4.1`: the third
+    level is the residual block, transformer or sampler that needs the class name."""
     level = 1 if names[0] == "middle_block" else 2
     for position, name in enumerate(names[:-1]):
         child = view._modules.get(name)
         if child is None:
-            child = _shell(container if container and position == level else "ModuleList", nn.Module)
+            block = container if container and position == level else None
+            child = _shell(block or _INSIDE.get(name, "ModuleList"), nn.Module)
             view.add_module(name, child)
         view = child
-    view.add_module(names[-1], module)
+    view.add_module(names[-1], layer)
 
 
 def _shell(class_name: str, base: type[nn.Module]) -> nn.Module:

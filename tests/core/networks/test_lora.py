@@ -322,3 +322,23 @@ def test_under_checkpointing_nothing_is_noted_for_recomputation(model: SDXLModel
     handle.remove()
     network.detach()
     assert seen == [True, False]
+
+
+def test_compiled_blocks_compute_and_learn_the_same(model: SDXLModel) -> None:
+    network = randomise(full_network(model, preset="b_lora", conv_rank=0))
+    block = model.unet.up_blocks[0].attentions[0].transformer_blocks[0]
+    draws = Draws(2)
+    x, context = draws.normal(0, "x", "t", (2, 16, 64)), draws.normal(0, "c", "t", (2, 77, 96))
+    name = "lora_unet_output_blocks_0_1_transformer_blocks_0_ff_net_2.lora_down.weight"
+    parameter = dict(network.named_parameters())[name]
+    results = []
+    for run in (block, torch.compile(block, backend="aot_eager")):
+        parameter.grad = None
+        output = run(x, encoder_hidden_states=context)
+        output.square().mean().backward()
+        assert parameter.grad is not None
+        results.append((output.detach(), parameter.grad))
+    network.detach()
+    torch._dynamo.reset()
+    assert (results[0][0] - results[1][0]).abs().max() <= 5e-6
+    assert (results[0][1] - results[1][1]).norm() <= 5e-5 * results[0][1].norm()
