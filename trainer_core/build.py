@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,9 +125,14 @@ def run(run_dir: str | Path, *, commands: Commands | None = None, sink: Subscrib
             bus.subscribe(sink)
         control = commands or Commands()
         control.on_ack = bus.emit
+        database.on_problem = partial(_record_trouble, bus)
         for note in stored.get("notes", []):
             bus.emit(Warned(topic="settings", message=note))
         return _Runner(folder, stored, bus, control, database).run()
+
+
+def _record_trouble(bus: EventBus, message: str) -> None:
+    bus.emit(Warned(topic="record", message=message))
 
 
 def _with_final_name(folder: RunFolder, stored: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import TrainConfig
-from .errors import AdapterError, ResourceError
+from .errors import AdapterError, CheckpointError, ResourceError
 from .events import (
     CheckpointSaved,
     EventBus,
@@ -110,7 +110,7 @@ class Session:
         started = time.monotonic()
         try:
             saved = self.store.save(self.capture(), step)
-        except (OSError, ResourceError) as error:
+        except (OSError, ResourceError, CheckpointError) as error:  # CheckpointError: it read back wrong
             self._warn(step, "checkpoint", f"The checkpoint of step {step} could not be written: {error}")
             return None
         finally:
