@@ -124,7 +124,9 @@ class DatasetConfig:
     batch_size: int = option(1, "pictures in one micro-batch", min=1, max=1024)
     repeats: int = option(1, "times every picture is seen in an epoch", min=1, max=100000)
     recursive: bool = option(False, "also look into sub-folders")
-    caption_extensions: tuple[str, ...] = option((".txt", ".caption"), "endings of caption files; a set uses the first that it has")
+    caption_extensions: tuple[str, ...] = option(
+        (".txt", ".caption"), "endings of caption files; a set uses the first that it has"
+    )
     default_caption: str = option("", "caption of pictures that have none")
     caption_prefix: str = option("", "text before every caption")
     caption_suffix: str = option("", "text after every caption")
@@ -167,6 +169,12 @@ class DatasetConfig:
     )
     mask: str | None = option(
         None, "loss masks: 'alpha', or a folder with a mask of the same name for each picture", advanced=True
+    )
+    kohya_cache: str = option(
+        "off",
+        "sd-scripts' .npz latents beside the pictures: use valid ones, or write them too",
+        choices=("off", "read", "write"),
+        advanced=True,
     )
     verify: bool = option(False, "read every picture again instead of trusting its size and time stamps", advanced=True)
     compat: str = option(

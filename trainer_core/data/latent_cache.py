@@ -9,6 +9,7 @@ Shapes: B batch, C latent channel, H W latent height and width.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +26,15 @@ from ..models import encode_images
 from .buckets import crop_tl_letterbox, crop_tl_true
 from .cache_files import ShardStore, digest
 from .decode import PictureError
+from .kohya_cache import read_kohya_latents, write_kohya_latents
 from .masks import MaskCache
 from .pool import DecodePool, Job, fit_job
 from .records import Item, StopRequested
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
+
+log = logging.getLogger(__name__)
 
 _FORMAT = "latents-1"
 _BATCH_PIXELS = 512 * 512
@@ -72,6 +76,9 @@ class LatentCache:
         self.workers = dataset.workers
         self.store = ShardStore(Path(folder), "latents", ("mean", "std"))
         self.masks = MaskCache(folder)
+        self.kohya_cache = dataset.kohya_cache
+        self.foreign_refused: list[tuple[str, str]] = []
+        self._foreign: set[str] = set()
         self._ram: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._ram_bytes = 0
 
@@ -120,6 +127,8 @@ class LatentCache:
             self.store.put(pending)
             raise
         self.store.put(pending)
+        if self.kohya_cache == "write":
+            self._write_foreign(items)
         return done
 
     def load(self, item: Item, flipped: bool = False) -> LatentEntry:
@@ -127,7 +136,7 @@ class LatentCache:
         key = self.key(item, flipped)
         parts = self._ram.get(key)
         if parts is None:
-            parts = self.store.get(key)
+            parts = self._from_foreign(item, flipped) or self.store.get(key)
             if parts is None:
                 self._encode_again(item, flipped)
                 parts = self.store.get(key)
@@ -161,14 +170,38 @@ class LatentCache:
     def _missing(self, items: Sequence[Item]) -> list[_Wanted]:
         """Entries to make, each key once, grouped by bucket in item order."""
         found: dict[str, _Wanted] = {}
+        if self.kohya_cache == "read":
+            self._find_foreign(items)
         for flipped in (False, True):
             for item in items:
-                if flipped and not item.spec.flip:
+                if item.source in self._foreign or flipped and not item.spec.flip:
                     continue
                 key = self.key(item, flipped)
                 if key not in self.store:
                     found.setdefault(key, _Wanted(key, item, flipped))
         return sorted(found.values(), key=lambda wanted: wanted.item.bucket)
+
+    def _find_foreign(self, items: Sequence[Item]) -> None:
+        """Note pictures whose sd-scripts cache is valid, and which one is there but is not."""
+        for item in items:
+            found = read_kohya_latents(item)
+            if not isinstance(found, str):
+                self._foreign.add(item.source)
+            elif found != "it is not there":
+                self.foreign_refused.append((item.file, found))
+                log.warning("sd-scripts' cache of %s is not used: %s", item.file, found)
+
+    def _from_foreign(self, item: Item, flipped: bool) -> dict[str, torch.Tensor] | None:
+        found = read_kohya_latents(item) if item.source in self._foreign else ""
+        if isinstance(found, str):
+            return None
+        latents_CHW = found.flipped_CHW if flipped and found.flipped_CHW is not None else found.latents_CHW
+        return {"mean": latents_CHW, "std": torch.zeros_like(latents_CHW)}
+
+    def _write_foreign(self, items: Sequence[Item]) -> None:
+        for item in items:
+            flipped = self.load(item, True).mean_CHW if item.spec.flip else None
+            write_kohya_latents(item, self.load(item, False).mean_CHW, flipped)
 
     def _encoded(
         self, wanted: Sequence[_Wanted], workers: int | None = None
