@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import ModelFileError
 from .configs import SHIPPED, ModelConfigs, find_configs
+from .cpu_convolution import compute_convolutions_in_fp32, has_native
 from .fingerprint import joined_fingerprint, part_fingerprint
 from .sdxl import SDXLModel
 from .sources import FOLDERS, Source, find_source, find_vae
@@ -71,6 +72,8 @@ def load_sdxl(
         tokenizers = load_tokenizers(source.folder, folder, sizes)
         for part, module in modules.items():
             fill(module, names[part], slots[part], exact if part == "vae" else reader)
+    if torch.device(device).type == "cpu" and not has_native(dtype):
+        compute_convolutions_in_fp32(modules["unet"])
     fingerprints = {part: part_fingerprint(slots[part]) for part in FOLDERS}
     return SDXLModel(
         unet=modules["unet"],  # type: ignore[arg-type]
