@@ -195,12 +195,14 @@ def _mask_folder(spec: SetSpec) -> Path:
 def _note_others(one: FoundFolder, found: FoundSet, notes: say.ScanNotes) -> None:
     """Files that are passed over, pictures that share a name, and captions without a picture."""
     folder = one.folder
-    seen: dict[str, str] = {}
-    for name in folder.pictures:
-        stem = normal_stem(name)
-        if stem in seen:
-            notes.stems.append((one.prefix + shown_name(seen[stem]), one.prefix + shown_name(name)))
-        seen[stem] = name
+    stems = [normal_stem(name) for name in folder.pictures]
+    seen = set(stems)
+    if len(seen) < len(stems):
+        first: dict[str, str] = {}
+        for stem, name in zip(stems, folder.pictures, strict=True):
+            if stem in first:
+                notes.stems.append((one.prefix + shown_name(first[stem]), one.prefix + shown_name(name)))
+            first.setdefault(stem, name)
     orphans = folder.captions.without(seen)
     if orphans:
         folded = {stem.casefold() for stem in seen}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from . import scan_warnings as say
@@ -73,6 +75,10 @@ class PictureScan:
 
     def run(self) -> None:
         """Look at every picture. Raises StopRequested when asked to stop; what was learnt stays in the memo."""
+        with _collector_paused():
+            self._run()
+
+    def _run(self) -> None:
         total = sum(found.pictures for found in self.sets)
         start = time.monotonic()
         with DecodePool(_workers(self.workers, total)) as pool:
@@ -266,18 +272,18 @@ class QuickPath:
         self.key = folder.spec.caption_encoding or ""
         self.places: dict[tuple[int, int], tuple[tuple[int, int, int], tuple[int, int]] | None] = {}
         self.since_told = 0
+        self.limit = folder.spec.max_token_length
+        self.repeats = folder.spec.repeats
+        self.add = scan.table.add_known
 
     def take(self, name: str, row: Row) -> bool:
         """True when the picture is in the table now."""
-        text = row.caption
-        if not text or row.notes or row.reason or row.caption_notes or row.tokens > self.spec.max_token_length:
+        _, _, content, width, height, _, notes, reason, caption_name, key, stamp, text, caption_notes, tokens = row
+        if not text or notes or reason or caption_notes or not 0 <= tokens <= self.limit or key != self.key:
             return False
-        caption_name = self.stems.get(normal_stem(name))
-        if caption_name != row.caption_name or row.caption_key != self.key or row.tokens < 0:
+        if self.stems.get(normal_stem(name)) != caption_name or stamp_of(self.start + caption_name) != stamp:
             return False
-        if stamp_of(self.start + row.caption_name) != row.caption_stamp:
-            return False
-        size = (row.width, row.height)
+        size = (width, height)
         place = self.places.get(size)
         if place is None:
             if _ratio_reason(size, self.spec.max_ratio):
@@ -286,12 +292,24 @@ class QuickPath:
             place = self.scan.table.ids_of(self.spec, self.number, chosen.bucket), chosen.resized
             self.places[size] = place
         joined = text.replace("\n", " ")
-        self.scan.table.add_known(place[0], size, place[1], self.spec.repeats, row.content, name, joined)
+        self.add(place[0], size, place[1], self.repeats, content, name, joined)
         self.since_told += 1
         if self.since_told >= _QUICK_TOLD:
             self.since_told = 0
             self.scan.tell(self.prefix + name)
         return True
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's cycle collector off: a scan makes millions of small objects and no cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _ratio_reason(size: tuple[int, int], limit: float) -> str | None:

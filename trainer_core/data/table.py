@@ -5,7 +5,7 @@ An `Item` is made when it is looked at. Names and captions are UTF-8 in two blob
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Iterator, Sequence
 from typing import overload
 
@@ -15,6 +15,23 @@ from .buckets import Placement
 from .locations import locate, shown_name
 from .records import Item
 from .sets import SetSpec
+
+_ROW = struct.Struct("<HIHIIIII16sQQ")
+"""Set, folder, bucket; width, height; resized width, height; repeats; content; where name and caption end."""
+_COLUMNS = np.dtype(
+    [
+        ("set", "<u2"),
+        ("folder", "<u4"),
+        ("bucket", "<u2"),
+        ("size", "<u4", (2,)),
+        ("resized", "<u4", (2,)),
+        ("repeats", "<u4"),
+        ("content", "<u8", (2,)),
+        ("name_end", "<u8"),
+        ("caption_end", "<u8"),
+    ]
+)
+_REPEATS_AT = struct.calcsize("<HIHIIII")
 
 
 class ItemTable(Sequence[Item]):
@@ -26,13 +43,16 @@ class ItemTable(Sequence[Item]):
         self._folders: list[tuple[str, str]] = []
         self._spec_ids: dict[int, int] = {}
         self._bucket_ids: dict[tuple[int, int], int] = {}
-        self._set, self._folder, self._bucket = array("H"), array("I"), array("H")
-        self._sizes, self._resized, self._repeats = array("I"), array("I"), array("I")
-        self._hashes = bytearray()
-        self._names, self._name_ends = bytearray(), array("Q")
-        self._captions, self._caption_ends = bytearray(), array("Q")
+        self._rows = bytearray()
+        self._names = bytearray()
+        self._captions = bytearray()
         self._notes: dict[int, tuple[str, ...]] = {}
         self._masks: dict[int, str] = {}
+
+    @property
+    def _columns(self) -> np.ndarray:
+        """The rows as a structured array (a copy: the table may still grow)."""
+        return np.frombuffer(bytes(self._rows), _COLUMNS)
 
     def folder(self, path: str, relative: str) -> int:
         """Number of a folder: `path` on disk, `relative` the start of its files' names in the report."""
@@ -53,7 +73,7 @@ class ItemTable(Sequence[Item]):
         mask: str | None = None,
     ) -> None:
         """Append a picture `name` of a folder that `folder()` gave the number of."""
-        row = len(self._set)
+        row = len(self)
         ids = self.ids_of(spec, folder, place.bucket)
         self.add_known(ids, size, place.resized, spec.repeats, bytes.fromhex(content_hash), name, caption)
         if notes:
@@ -72,17 +92,9 @@ class ItemTable(Sequence[Item]):
         caption: str,
     ) -> None:
         """`add` for a picture without notes or mask; `ids` as given by `ids_of`. Made for many calls."""
-        self._set.append(ids[0])
-        self._folder.append(ids[1])
-        self._bucket.append(ids[2])
-        self._sizes.extend(size)
-        self._resized.extend(resized)
-        self._repeats.append(repeats)
-        self._hashes += content
         self._names += name.encode("utf-8", "surrogateescape")
-        self._name_ends.append(len(self._names))
         self._captions += caption.encode("utf-8", "surrogatepass")
-        self._caption_ends.append(len(self._captions))
+        self._rows += _ROW.pack(*ids, *size, *resized, repeats, content, len(self._names), len(self._captions))
 
     def ids_of(self, spec: SetSpec, folder: int, bucket: tuple[int, int]) -> tuple[int, int, int]:
         """Numbers of a set, a folder and a bucket for `add_known`."""
@@ -103,7 +115,7 @@ class ItemTable(Sequence[Item]):
         return found
 
     def __len__(self) -> int:
-        return len(self._set)
+        return len(self._rows) // _ROW.size
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -120,48 +132,48 @@ class ItemTable(Sequence[Item]):
         return (self._item(row) for row in range(len(self)))
 
     def _item(self, row: int) -> Item:
-        path, relative = self._folders[self._folder[row]]
-        stored = self._names[self._name_ends[row - 1] if row else 0 : self._name_ends[row]]
-        name = stored.decode("utf-8", "surrogateescape")
-        caption = self._captions[self._caption_ends[row - 1] if row else 0 : self._caption_ends[row]]
+        at = row * _ROW.size
+        spec, folder, bucket, width, height, *resized, repeats, content, name_end, caption_end = _ROW.unpack_from(
+            self._rows, at
+        )
+        name_start, caption_start = _ROW.unpack_from(self._rows, at - _ROW.size)[-2:] if row else (0, 0)
+        path, relative = self._folders[folder]
+        name = self._names[name_start:name_end].decode("utf-8", "surrogateescape")
         return Item(
             file=relative + shown_name(name),
             source=locate(path, name),
-            content_hash=self._hashes[16 * row : 16 * row + 16].hex(),
-            upright_size=(self._sizes[2 * row], self._sizes[2 * row + 1]),
-            resized=(self._resized[2 * row], self._resized[2 * row + 1]),
-            bucket=self.buckets[self._bucket[row]],
-            spec=self.specs[self._set[row]],
-            caption=caption.decode("utf-8", "surrogatepass"),
-            repeats=self._repeats[row],
+            content_hash=content.hex(),
+            upright_size=(width, height),
+            resized=(resized[0], resized[1]),
+            bucket=self.buckets[bucket],
+            spec=self.specs[spec],
+            caption=self._captions[caption_start:caption_end].decode("utf-8", "surrogatepass"),
+            repeats=repeats,
             mask=self._masks.get(row),
             notes=self._notes.get(row, ()),
         )
 
     def set_repeats(self, row: int, repeats: int) -> None:
-        self._repeats[row] = repeats
+        struct.pack_into("<I", self._rows, row * _ROW.size + _REPEATS_AT, repeats)
+
+    def repeats_of(self, row: int) -> int:
+        return struct.unpack_from("<I", self._rows, row * _ROW.size + _REPEATS_AT)[0]
 
     def rows_of(self, *, prior: bool) -> list[int]:
         """Rows of prior pictures, or of the others."""
-        wanted = [spec.is_prior == prior for spec in self.specs]
-        return [row for row, number in enumerate(self._set) if wanted[number]]
-
-    def repeats_of(self, row: int) -> int:
-        return self._repeats[row]
+        wanted = [number for number, spec in enumerate(self.specs) if spec.is_prior == prior]
+        return np.flatnonzero(np.isin(self._columns["set"], wanted)).tolist()
 
     def upscaled(self, limit: float) -> list[int]:
         """Rows of pictures that are enlarged by more than `limit`."""
-        if not len(self):
-            return []
-        sizes = np.frombuffer(self._sizes, np.uint32).reshape(-1, 2)
-        resized = np.frombuffer(self._resized, np.uint32).reshape(-1, 2)
-        return np.flatnonzero((resized / sizes).max(axis=1) > limit).tolist()
+        columns = self._columns
+        return np.flatnonzero((columns["resized"] / columns["size"]).max(axis=1, initial=0) > limit).tolist()
 
     def copies(self) -> list[list[int]]:
         """Groups of rows with the same content."""
         if len(self) < 2:
             return []
-        halves = np.frombuffer(bytes(self._hashes), np.uint64).reshape(-1, 2)
+        halves = self._columns["content"]
         order = np.lexsort((halves[:, 1], halves[:, 0]))
         same = (halves[order][1:] == halves[order][:-1]).all(axis=1)
         groups: list[list[int]] = []
@@ -174,6 +186,6 @@ class ItemTable(Sequence[Item]):
 
     def without_unused(self) -> Sequence[Item]:
         """The items that have at least one repeat."""
-        if all(self._repeats):
+        if self._columns["repeats"].all():
             return self
         return [item for item in self if item.repeats > 0]
