@@ -85,12 +85,12 @@ class CaptionIndex:
     def __post_init__(self) -> None:
         self.extensions = tuple(ext.lower() if ext.startswith(".") else f".{ext.lower()}" for ext in self.extensions)
 
-    def add(self, name: str, suffix: str) -> None:
-        """Take in a file name with its lower-case ending."""
+    def add(self, name: str, suffix: str, stem: str) -> None:
+        """Take in a file name with its lower-case ending and its `normal_stem`."""
         by_stem = self._exact.get(suffix)
         if by_stem is None:
             by_stem = self._exact[suffix] = {}
-        by_stem.setdefault(normal_stem(name), name)
+        by_stem.setdefault(stem, name)
 
     def stems(self, extension: str) -> Mapping[str, str]:
         """File names of the captions with this ending by stem."""

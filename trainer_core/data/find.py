@@ -143,9 +143,7 @@ def _caption_ending(folders: Sequence[FoundFolder], extensions: Sequence[str]) -
     for extension in folders[0].folder.captions.extensions:
         for found in folders:
             captions = found.folder.captions
-            if captions.stems(extension) and any(
-                captions.find(normal_stem(name), extension) for name in found.folder.pictures
-            ):
+            if captions.stems(extension) and any(captions.find(stem, extension) for stem in found.folder.stems):
                 return extension
     return extensions[0] if extensions else ".txt"
 
@@ -177,11 +175,11 @@ def _add_listed(found: FoundSet, file: str) -> None:
     prefix = f"{found.spec.prefix}{below}/"
     for one in found.folders:
         if one.prefix == prefix:
-            one.folder.pictures.append(name)
-            one.folder.pictures.sort()
+            one.folder.set_pictures([*one.folder.pictures, name])
             return
     folder = list_folder(found.spec.folder / below, below, found.spec.caption_extensions)
-    folder.pictures, folder.others = [name], []
+    folder.set_pictures([name])
+    folder.others = []
     found.folders.append(FoundFolder(found.spec, folder, prefix))
 
 
@@ -195,7 +193,7 @@ def _mask_folder(spec: SetSpec) -> Path:
 def _note_others(one: FoundFolder, found: FoundSet, notes: say.ScanNotes) -> None:
     """Files that are passed over, pictures that share a name, and captions without a picture."""
     folder = one.folder
-    stems = [normal_stem(name) for name in folder.pictures]
+    stems = folder.stems
     seen = set(stems)
     if len(seen) < len(stems):
         first: dict[str, str] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import DatasetError
-from .caption_files import CaptionIndex
+from .caption_files import CaptionIndex, normal_stem
 from .decode import ENDINGS, UNREADABLE_ENDINGS
 
 _SYSTEM_FOLDERS = {"__macosx", "@eadir", "$recycle.bin", "system volume information", "#recycle", "lost+found"}
@@ -61,16 +61,25 @@ def _unquoted(typed: str) -> str:
 
 @dataclass
 class Folder:
-    """What lies directly in one folder. `relative`: its POSIX path inside the data set, '' for the set's own folder."""
+    """What lies directly in one folder. `relative`: its POSIX path inside the data set, '' for the set's own folder.
+
+    `stems`: the `normal_stem` of each picture; change both through `set_pictures`.
+    """
 
     path: Path
     relative: str
     pictures: list[str] = field(default_factory=list)
     captions: CaptionIndex = field(default_factory=lambda: CaptionIndex(()))
     others: list[str] = field(default_factory=list)
+    stems: list[str] = field(default_factory=list)
     tars: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
+
+    def set_pictures(self, names: Iterable[str]) -> None:
+        """Make `names`, sorted, the folder's pictures."""
+        self.pictures = sorted(names)
+        self.stems = [normal_stem(name) for name in self.pictures]
 
     def name_of(self, file: str) -> str:
         """POSIX path of `file` inside the data set."""
@@ -89,7 +98,11 @@ def list_folder(path: Path, relative: str, caption_extensions: Sequence[str]) ->
     try:
         with os.scandir(path) as entries:
             for entry in entries:
-                (folder.folders if _is_folder(entry) else files).append(entry.name)
+                try:
+                    is_folder = entry.is_dir()
+                except OSError:  # a link that points at itself
+                    is_folder = False
+                (folder.folders if is_folder else files).append(entry.name)
     except OSError as error:
         raise DatasetError(f"The folder '{path}' cannot be listed: {error.strerror or error}.", path) from error
     files.sort()
@@ -100,31 +113,44 @@ def list_folder(path: Path, relative: str, caption_extensions: Sequence[str]) ->
     return folder
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link that points at itself
-        return False
-
-
 def _sort_in(folder: Folder, files: Sequence[str]) -> None:
     """Pictures, captions and others. Called for every file of a set: a few operations each."""
-    pictures, add_caption, caption_endings = folder.pictures, folder.captions.add, folder.captions.extensions
+    kinds: dict[str, str] = {}  # ending as written -> what such a file is
+    pictures, stems = folder.pictures, folder.stems
     for name in files:
         at = name.rfind(".")
-        suffix = name[at:].lower() if at > 0 else ""
-        if suffix in _ENDINGS and name[0] != ".":
+        ending = name[at:] if at > 0 else ""
+        kind = kinds.get(ending)
+        if kind is None:
+            kind = kinds[ending] = _kind_of(ending.lower(), folder.captions.extensions)
+        if kind == "other" or name[0] == ".":
+            _sort_in_other(folder, name, kind)
+        elif kind == "picture":
             pictures.append(name)
-        elif suffix in caption_endings and name[0] != ".":
-            add_caption(name, suffix)
-        elif suffix == ".tar" and name[0] != ".":
+            stems.append(name[:at] if name.isascii() else normal_stem(name))
+        elif kind == "tar":
             folder.tars.append(name)
-        elif not is_passed_over(name) and suffix in _ENDINGS:  # a name that starts with three dots
-            pictures.append(name)
         else:
-            folder.others.append(name)
-            if suffix in UNREADABLE_ENDINGS and not is_passed_over(name):
-                folder.unreadable.append(name)
+            folder.captions.add(name, kind, name[:at] if name.isascii() else normal_stem(name))
+
+
+def _kind_of(suffix: str, caption_endings: Sequence[str]) -> str:
+    """ "picture", "tar", "other", or the caption ending itself."""
+    if suffix in _ENDINGS:
+        return "picture"
+    if suffix in caption_endings:
+        return suffix
+    return "tar" if suffix == ".tar" else "other"
+
+
+def _sort_in_other(folder: Folder, name: str, kind: str) -> None:
+    if kind == "picture" and not is_passed_over(name):  # a name that starts with three dots
+        folder.pictures.append(name)
+        folder.stems.append(normal_stem(name))
+        return
+    folder.others.append(name)
+    if name.lower().endswith(UNREADABLE_ENDINGS) and not is_passed_over(name):
+        folder.unreadable.append(name)
 
 
 def walk(

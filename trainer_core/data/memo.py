@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import PIL
 
@@ -117,7 +117,7 @@ class FileMemo:
         """What is known of one folder, to be asked for names in ascending order."""
         return FolderMemo(self._rows(path))
 
-    def _rows(self, folder: str) -> Iterator[Row]:
+    def _rows(self, folder: str) -> Iterator[tuple[Any, ...]]:
         last = ""
         while self._base is not None and is_text(folder):
             rows = self._base.execute(
@@ -126,7 +126,7 @@ class FileMemo:
                 "FROM files WHERE folder = ? AND name > ? ORDER BY name LIMIT ?",
                 (folder, last, _PAGE),
             ).fetchall()
-            yield from map(Row._make, rows)
+            yield from rows
             if len(rows) < _PAGE:
                 return
             last = rows[-1][0]
@@ -179,15 +179,16 @@ def is_text(name: str) -> bool:
 class FolderMemo:
     """A reader of one folder's rows that walks along with a sorted list of names."""
 
-    def __init__(self, rows: Iterator[Row]) -> None:
+    def __init__(self, rows: Iterator[tuple[Any, ...]]) -> None:
         self._rows = rows
         self._next = next(rows, None)
 
-    def find(self, name: str) -> Row | None:
+    def find(self, name: str) -> tuple[Any, ...] | None:
+        """The fields of a `Row` as they come from the database, or None."""
         row = self._next
-        while row is not None and row.name < name:
+        while row is not None and row[0] < name:
             row = self._next = next(self._rows, None)
-        return row if row is not None and row.name == name else None
+        return row if row is not None and row[0] == name else None
 
 
 def _open(path: Path) -> sqlite3.Connection:

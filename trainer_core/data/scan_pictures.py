@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from . import scan_warnings as say
 from .buckets import BucketChooser, BucketLimits, Placement
@@ -110,15 +111,15 @@ class PictureScan:
                 quick = None
                 if not is_tar and self._is_plain(found, folder):
                     quick = QuickPath(self, found, folder, number, start)
-                for name in folder.folder.pictures:
+                for name, stem in zip(folder.folder.pictures, folder.folder.stems, strict=True):
                     whole = locate(path, name) if is_tar else start + name
                     stamp = shared if is_tar else stamp_of(whole) if self.memo.active else None
                     row = None if self.verify or stamp is None else memo.find(name)
-                    if row is None or row.stamp != stamp:
+                    if row is None or row[1] != stamp:
                         job = pool.submit(examine_job(whole, found.spec.background))
                         yield _Task(found, folder, number, name, whole, stamp, None, job)
-                    elif waiting or quick is None or not quick.take(name, row):
-                        yield _Task(found, folder, number, name, whole, stamp, row.known(), None)
+                    elif waiting or quick is None or not quick.take(name, stem, row):
+                        yield _Task(found, folder, number, name, whole, stamp, Row._make(row).known(), None)
 
     def _is_plain(self, found: FoundSet, folder: FoundFolder) -> bool:
         """Whether captions come as they are from files beside the pictures, so a known picture needs no thought."""
@@ -276,12 +277,12 @@ class QuickPath:
         self.repeats = folder.spec.repeats
         self.add = scan.table.add_known
 
-    def take(self, name: str, row: Row) -> bool:
+    def take(self, name: str, stem: str, row: tuple[Any, ...]) -> bool:
         """True when the picture is in the table now."""
         _, _, content, width, height, _, notes, reason, caption_name, key, stamp, text, caption_notes, tokens = row
         if not text or notes or reason or caption_notes or not 0 <= tokens <= self.limit or key != self.key:
             return False
-        if self.stems.get(normal_stem(name)) != caption_name or stamp_of(self.start + caption_name) != stamp:
+        if self.stems.get(stem) != caption_name or stamp_of(self.start + caption_name) != stamp:
             return False
         size = (width, height)
         place = self.places.get(size)

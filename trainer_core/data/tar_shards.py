@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .caption_files import CaptionIndex
+from .caption_files import CaptionIndex, normal_stem
 from .decode import ENDINGS
 from .folders import Folder, is_passed_over
 from .locations import tar_name
@@ -38,7 +38,7 @@ def list_tar(path: Path, relative: str, caption_extensions: Sequence[str]) -> tu
         problem = f"truncated: it ends inside its member {cut[0].partition(chr(31))[0]}"
     if problem is None and size < -(-last // _BLOCK) * _BLOCK + _BLOCK:
         problem = "truncated: it stops without an end mark, so members may be missing"
-    folder.pictures = sorted(name for name in folder.pictures if _end(name) <= size)
+    folder.set_pictures(name for name in folder.pictures if _end(name) <= size)
     return folder, problem
 
 
@@ -58,6 +58,6 @@ def _sort_in(folder: Folder, member: tarfile.TarInfo) -> None:
     elif suffix in ENDINGS:
         folder.pictures.append(piece)
     elif suffix in folder.captions.extensions:
-        folder.captions.add(piece, suffix)
+        folder.captions.add(piece, suffix, normal_stem(piece))
     else:
         folder.others.append(name)
