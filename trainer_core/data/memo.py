@@ -35,13 +35,14 @@ Stamp = bytes
 """Size, modification time, change time and inode of a file, packed."""
 
 
+_stat = os.stat
 _pack = struct.Struct("<qqqQ").pack
 
 
 def stamp_of(path: str) -> Stamp | None:
     """The file's stamp (of what a link points to), or None when it cannot be looked at."""
     try:
-        found = os.stat(path)
+        found = _stat(path)
     except (OSError, ValueError):
         return None
     return _pack(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)

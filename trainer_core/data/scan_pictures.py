@@ -267,14 +267,13 @@ class QuickPath:
         self.scan = scan
         self.spec = folder.spec
         self.number = number
-        self.start = start
+        self.folder = start
         self.prefix = folder.prefix
         self.stems = folder.folder.captions.stems(found.ending)
         self.key = folder.spec.caption_encoding or ""
-        self.places: dict[tuple[int, int], tuple[tuple[int, int, int], tuple[int, int]] | None] = {}
+        self.starts: dict[tuple[int, int], bytes] = {}
         self.since_told = 0
         self.limit = folder.spec.max_token_length
-        self.repeats = folder.spec.repeats
         self.add = scan.table.add_known
 
     def take(self, name: str, stem: str, row: tuple[Any, ...]) -> bool:
@@ -282,18 +281,17 @@ class QuickPath:
         _, _, content, width, height, _, notes, reason, caption_name, key, stamp, text, caption_notes, tokens = row
         if not text or notes or reason or caption_notes or not 0 <= tokens <= self.limit or key != self.key:
             return False
-        if self.stems.get(stem) != caption_name or stamp_of(self.start + caption_name) != stamp:
+        if self.stems.get(stem) != caption_name or stamp_of(self.folder + caption_name) != stamp:
             return False
         size = (width, height)
-        place = self.places.get(size)
-        if place is None:
+        start = self.starts.get(size)
+        if start is None:
             if _ratio_reason(size, self.spec.max_ratio):
                 return False
             chosen = self.scan.place(self.spec, size)
-            place = self.scan.table.ids_of(self.spec, self.number, chosen.bucket), chosen.resized
-            self.places[size] = place
-        joined = text.replace("\n", " ")
-        self.add(place[0], size, place[1], self.repeats, content, name, joined)
+            start = self.scan.table.row_start(self.spec, self.number, size, chosen)
+            self.starts[size] = start
+        self.add(start, content, name, text.replace("\n", " "))
         self.since_told += 1
         if self.since_told >= _QUICK_TOLD:
             self.since_told = 0

@@ -18,6 +18,7 @@ from .sets import SetSpec
 
 _ROW = struct.Struct("<HIHIIIII16sQQ")
 """Set, folder, bucket; width, height; resized width, height; repeats; content; where name and caption end."""
+_START, _ENDS = struct.Struct("<HIHIIIII"), struct.Struct("<QQ")
 _COLUMNS = np.dtype(
     [
         ("set", "<u2"),
@@ -74,31 +75,22 @@ class ItemTable(Sequence[Item]):
     ) -> None:
         """Append a picture `name` of a folder that `folder()` gave the number of."""
         row = len(self)
-        ids = self.ids_of(spec, folder, place.bucket)
-        self.add_known(ids, size, place.resized, spec.repeats, bytes.fromhex(content_hash), name, caption)
+        self.add_known(self.row_start(spec, folder, size, place), bytes.fromhex(content_hash), name, caption)
         if notes:
             self._notes[row] = notes
         if mask is not None:
             self._masks[row] = mask
 
-    def add_known(
-        self,
-        ids: tuple[int, int, int],
-        size: tuple[int, int],
-        resized: tuple[int, int],
-        repeats: int,
-        content: bytes,
-        name: str,
-        caption: str,
-    ) -> None:
-        """`add` for a picture without notes or mask; `ids` as given by `ids_of`. Made for many calls."""
+    def row_start(self, spec: SetSpec, folder: int, size: tuple[int, int], place: Placement) -> bytes:
+        """The part of a row that pictures of one set, folder and size share, for `add_known`."""
+        ids = (self._spec_id(spec), folder, self._bucket_id(place.bucket))
+        return _START.pack(*ids, *size, *place.resized, spec.repeats)
+
+    def add_known(self, start: bytes, content: bytes, name: str, caption: str) -> None:
+        """`add` for a picture without notes or mask; `start` as given by `row_start`. Made for many calls."""
         self._names += name.encode("utf-8", "surrogateescape")
         self._captions += caption.encode("utf-8", "surrogatepass")
-        self._rows += _ROW.pack(*ids, *size, *resized, repeats, content, len(self._names), len(self._captions))
-
-    def ids_of(self, spec: SetSpec, folder: int, bucket: tuple[int, int]) -> tuple[int, int, int]:
-        """Numbers of a set, a folder and a bucket for `add_known`."""
-        return self._spec_id(spec), folder, self._bucket_id(bucket)
+        self._rows += start + content + _ENDS.pack(len(self._names), len(self._captions))
 
     def _spec_id(self, spec: SetSpec) -> int:
         found = self._spec_ids.get(id(spec))
