@@ -24,8 +24,8 @@ class RunRecord:
     def steps(self, *, after: int = -1) -> list[Row]:
         """Steps in order, one row each (the newest attempt). `lr` is a dict part -> rate, or None for rejected ones."""
         rows = self._all(
-            "SELECT * FROM steps AS s WHERE step > ? AND attempt = (SELECT max(attempt) FROM steps WHERE step = s.step)"
-            " ORDER BY step",
+            "SELECT s.* FROM (SELECT step, max(attempt) AS newest FROM steps WHERE step > ? GROUP BY step) AS n"
+            " JOIN steps AS s ON s.attempt = n.newest AND s.step = n.step ORDER BY s.step",
             (after,),
         )
         return [{**row, "lr": json.loads(row["lr"]), "rejected": bool(row["rejected"])} for row in rows]
