@@ -122,7 +122,7 @@ class _Assembler:
         return Assembly(session, trainer)
 
     def _scan(self) -> ScanReport:
-        info = inspect_model(self.config.model.path)
+        info = inspect_model(self.config.model.path, config_dir=self.config.model.config_dir)
         asked = self.config.model.prediction_type
         if trouble := weight_problems(self.config.objective, info.prediction_type if asked == "auto" else asked):
             raise ConfigError(trouble)

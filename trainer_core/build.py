@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .assemble import Assembly, assemble
-from .checkpoints.manifest import STATE, newest_good
+from .checkpoints.manifest import newest_good
 from .config import TrainConfig, trained_parts
-from .config_io import from_dict, to_dict
-from .config_rules import problems
-from .errors import ConfigError, TrainerError
+from .config_io import from_dict
+from .errors import TrainerError
 from .events import EventBus, PhaseChanged, RunFinished, Warned
-from .resume import refusal, setting_differences
+from .prepare import change_run as change_run
+from .prepare import create_run as create_run
 from .runs.database import RunDatabase
-from .runs.folder import RunFolder, check_writable, free_name, new_run_id, release_name
+from .runs.folder import RunFolder, free_name, release_name
 from .runs.protocol import Commands
-from .runs.registry import config_hash
 
 if TYPE_CHECKING:
     from .events import Subscriber
@@ -49,44 +45,6 @@ class TrainResult:
     @property
     def exit_code(self) -> int:
         return 1 if self.status == "failed" else 0
-
-
-def create_run(config: TrainConfig, notes: list[str] | None = None) -> RunFolder:
-    """Check the config, make the run folder and write the frozen config into it. No model is loaded.
-
-    An unset seed is drawn here, once, and stored.
-
-    Raises:
-        ConfigError: with all problems of the config.
-        ResourceError: the output folder cannot be written.
-    """
-    config = _checked(config)
-    output_dir = Path(config.run.output_dir).expanduser()
-    check_writable(output_dir)
-    run_id = new_run_id(datetime.now(timezone.utc))
-    folder = RunFolder.create(output_dir, run_id)
-    plain = to_dict(config)
-    final = free_name(output_dir, config.run.output_name, ".safetensors", owner=folder.path)
-    folder.write_config(
-        {
-            "run_id": run_id,
-            "config": plain,
-            "config_hash": config_hash(plain),
-            "final_lora": str(final.resolve()),
-            "notes": list(notes or []),
-            "created": time.time(),
-        }
-    )
-    return folder
-
-
-def _checked(config: TrainConfig) -> TrainConfig:
-    """`config` with a seed, when every rule holds."""
-    if found := problems(config):
-        raise ConfigError(found)
-    if config.run.seed is None:
-        config = replace(config, run=replace(config.run, seed=secrets.randbelow(2**32)))
-    return config
 
 
 def start_run(
@@ -203,7 +161,7 @@ class _Runner:
         if self.assembly is None or self.assembly.trainer.state.step == 0:
             return None
         try:
-            return self.assembly.session.save_checkpoint(self.assembly.trainer.state.step)
+            return self.assembly.session.checkpoints.save_now(self.assembly.trainer.state.step)
         except TrainerError as error:
             log.warning("no checkpoint of the failed state: %s", error)
             return None
@@ -221,6 +179,8 @@ class _Runner:
         )
 
     def _end(self, status: str, message: str, checkpoint: str | None, lora: Path | None) -> TrainResult:
+        if self.assembly is not None:
+            self.assembly.session.checkpoints.close()  # nothing may be written once the run is given back
         if status == "finished" or checkpoint is None:
             release_name(Path(self.stored["final_lora"]))  # the file stands, or the run left nothing to go on from
         state = None if self.assembly is None else self.assembly.trainer.state
@@ -274,21 +234,3 @@ def resume_run(
     if changes is not None:
         change_run(run_dir, changes)
     return run(run_dir, commands=commands, sink=sink)
-
-
-def change_run(run_dir: str | Path, changes: Callable[[TrainConfig], TrainConfig]) -> None:
-    """Write changed settings into a run, for its next start.
-
-    Raises:
-        ConfigError: the changed settings break a rule.
-        CheckpointError: they differ from the newest checkpoint's where an exact resume must not. The run is as it was.
-    """
-    folder = RunFolder(Path(run_dir))
-    stored = folder.read_config()
-    config = _checked(changes(from_dict(stored["config"])))
-    newest = newest_good(folder.checkpoints)
-    if newest is not None:
-        before = json.loads((newest.path / STATE).read_text(encoding="utf-8"))["scalars"]["config"]
-        if bound := setting_differences(before, config)[0]:
-            raise refusal(newest.name, bound)
-    folder.write_config({**stored, "config": to_dict(config)})

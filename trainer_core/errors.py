@@ -24,7 +24,7 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}: {self.why}. {self.fix}"
+        return f"{self.field} = {self.value!r}: {self.why.rstrip('.')}. {self.fix}".rstrip()
 
 
 class ConfigError(TrainerError):

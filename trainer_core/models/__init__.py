@@ -6,7 +6,7 @@ diffusers and transformers are imported when a model is built, not when this mod
 from __future__ import annotations
 
 from .conditioning import time_ids
-from .inspection import ModelInfo, inspect_model
+from .inspection import ModelInfo, check_vae, inspect_model
 from .latents import LatentStats, decode_latents, encode_images
 from .loading import load_sdxl, load_vae, resolve_path
 from .sdxl import SDXLModel
@@ -21,6 +21,7 @@ __all__ = [
     "ModelInfo",
     "SDXLModel",
     "TextEmbeds",
+    "check_vae",
     "count_tokens",
     "decode_latents",
     "encode_captions",

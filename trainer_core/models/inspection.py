@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .configs import find_configs
-from .loading import found_prediction_type, found_zero_terminal_snr, ignored_note, native_size, resolve_path
+from .loading import found_prediction_type, found_zero_terminal_snr, ignored_note, native_size, plan, resolve_path
 from .sources import PARTS, find_source
 
 
@@ -63,6 +63,14 @@ def inspect_model(path: str | Path, *, config_dir: str | Path | None = None) -> 
         notes=notes,
         metadata={key: value for key, value in source.metadata.items() if not key.startswith("safe_scaler.")},
     )
+
+
+def check_vae(path: str | Path, vae: str | Path | None, *, config_dir: str | Path | None = None) -> None:
+    """Whether the model in `path`, sound by itself, has a VAE that SDXL can use (its own, or the one in `vae`).
+
+    Headers only. Raises ModelFileError: there is none, or it is damaged or another family's.
+    """
+    plan(path, vae=vae, config_dir=config_dir)
 
 
 def _common_dtype(names: list[str]) -> str:

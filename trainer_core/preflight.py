@@ -1,0 +1,67 @@
+"""What can be known about a run without loading it: headers of model, VAE and starting LoRA, device, number format.
+
+`config_rules` looks at settings alone; this looks at the machine and at the first bytes of the files, so that a wrong
+file or a missing GPU is refused with the other problems and leaves no run folder behind. Takes well under a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from .config import TrainConfig
+from .config_rules_training import weight_problems
+from .errors import AdapterError, ConfigError, ModelFileError, Problem
+
+
+def preflight(config: TrainConfig, known_bad: Collection[str] = ()) -> list[Problem]:
+    """Problems of the files and the machine. Settings in `known_bad` (`section.field`) are not looked at again."""
+    found: list[Problem] = []
+    for keys, check in _CHECKS:
+        if not keys & set(known_bad):
+            found.extend(check(config))
+    return found
+
+
+def _model(config: TrainConfig) -> Iterator[Problem]:
+    from .models import check_vae, inspect_model
+
+    wanted = config.model
+    try:
+        info = inspect_model(wanted.path, config_dir=wanted.config_dir)
+    except ModelFileError as error:
+        yield Problem("model.path", wanted.path, str(error), "")
+        return
+    if wanted.prediction_type == "auto":  # a set one is judged by config_rules
+        yield from weight_problems(config.objective, info.prediction_type)
+    try:
+        check_vae(wanted.path, wanted.vae, config_dir=wanted.config_dir)
+    except ModelFileError as error:
+        yield Problem("model.vae", wanted.vae, str(error), "")
+
+
+def _starting_lora(config: TrainConfig) -> Iterator[Problem]:
+    if not config.lora.weights:
+        return
+    from .networks.lora_file import read_lora_header
+
+    try:
+        read_lora_header(Path(config.lora.weights).expanduser())
+    except AdapterError as error:
+        yield Problem("lora.weights", config.lora.weights, str(error), "")
+
+
+def _device(config: TrainConfig) -> Iterator[Problem]:
+    from .device import choose_device
+
+    try:
+        choose_device(config.run.device)
+    except ConfigError as error:
+        yield from error.problems
+
+
+_CHECKS: tuple[tuple[set[str], Callable[[TrainConfig], Iterator[Problem]]], ...] = (
+    ({"model.path", "model.vae", "model.config_dir"}, _model),
+    ({"lora.weights"}, _starting_lora),
+    ({"run.device"}, _device),
+)
