@@ -71,6 +71,14 @@ class Control(Protocol):
     def poll(self) -> None: ...
 
 
+class Keeper(Protocol):
+    """Something that learns while a run goes on and must be in its checkpoints: JSON-safe state under a name."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass
 class TrainerParts:
     """Everything a step works with; `build.py` puts it together."""
@@ -121,6 +129,8 @@ class Trainer:
         self.should_stop = should_stop
         self.after_step = after_step
         self.state = TrainState()
+        self.keepers: dict[str, Keeper] = {}
+        """What else goes into checkpoints, by its name there ("health", "quarantine"); the loss scaler is "scaler"."""
 
     @property
     def draws(self) -> Draws:
@@ -175,7 +185,9 @@ class Trainer:
         for refs in group:
             if self.should_stop():
                 return None
-            batch = self.parts.loader.load(epoch, refs, step=self.state.applied, total_steps=self.total_steps)
+            batch = self.parts.loader.load(
+                epoch, refs, draws=self.draws, step=self.state.applied, total_steps=self.total_steps
+            )
             self.parts.precision.backward(self.loss(epoch, batch), samples)
             files.extend(batch.files)
         return files

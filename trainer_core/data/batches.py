@@ -41,36 +41,39 @@ class Batch:
 
 
 class BatchLoader:
-    """Loads micro-batches of a plan; flips and caption choices are keyed by (seed, attempt, epoch, sample).
-
-    `draws`: those of the plan unless given (a rollback hands in a new attempt's).
-    """
+    """Loads micro-batches of a plan; flips and caption choices are keyed by (seed, attempt, epoch, sample)."""
 
     def __init__(
-        self,
-        plan: BatchPlan,
-        latents: LatentCache,
-        texts: TextCache | None,
-        dataset: DatasetConfig,
-        *,
-        draws: Draws | None = None,
+        self, plan: BatchPlan, latents: LatentCache, texts: TextCache | None, dataset: DatasetConfig
     ) -> None:
         self.plan = plan
         self.latents = latents
         self.texts = texts
         self.dataset = dataset
-        self.draws = draws or plan.draws
 
-    def load(self, epoch: int, refs: Sequence[SampleRef], *, step: int = 0, total_steps: int = 0) -> Batch:
-        """The micro-batch of `refs`. `step` (applied) and `total_steps` matter for token warm-up only."""
+    def load(
+        self,
+        epoch: int,
+        refs: Sequence[SampleRef],
+        *,
+        draws: Draws | None = None,
+        step: int = 0,
+        total_steps: int = 0,
+    ) -> Batch:
+        """The micro-batch of `refs`.
+
+        `draws`: those of the present attempt, when a rollback raised it (unset: the plan's). `step` (applied) and
+        `total_steps` matter for token warm-up only.
+        """
+        draws = draws or self.plan.draws
         items = [self.plan.items[ref.item_index] for ref in refs]
         moment = CaptionMoment(epoch=epoch, step=step, total_steps=total_steps)
         entries, captions = [], []
         for item, ref in zip(items, refs, strict=True):
-            flipped = item.spec.flip and bool(self.draws.uniform(epoch, ref.key, "flip") < 0.5)
+            flipped = item.spec.flip and bool(draws.uniform(epoch, ref.key, "flip") < 0.5)
             entries.append(self.latents.load(item, flipped))
             captions.append(
-                process_caption(item.caption, item.rules, caption_stream(self.draws, epoch, ref.key), moment)
+                process_caption(item.caption, item.rules, caption_stream(draws, epoch, ref.key), moment)
             )
         return _batch(items, entries, captions, [ref.key for ref in refs], self.texts)
 

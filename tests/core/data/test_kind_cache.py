@@ -272,6 +272,56 @@ def test_kind_conditioning_size_values_are_per_picture_and_mirrored(
     assert seen == {(100, 70, 0, 2, 72, 56), (100, 70, 0, 3, 72, 56)}
 
 
+def test_kind_resume_state_a_new_attempt_draws_anew_and_keeps_the_pictures(
+    vae: AutoencoderKL, tmp_path: Path, scan: Scan
+) -> None:
+    """After a rollback (attempt + 1) flips and caption choices differ; which pictures a batch holds does not."""
+    for index in range(9):
+        write(tmp_path / "set", f"{index}.png", png(70, 100, (index, 0, 0)))  # mirrored = other size values
+        write(tmp_path / "set", f"{index}.txt", "a, b, c, d, e, f".encode())
+    report = scan(tmp_path / "set", flip=True, shuffle_caption=True)
+    loader = loader_for(report, vae, tmp_path / "cache", flip=True)
+
+    def epoch(draws: Draws | None) -> tuple[list[str], list[str], torch.Tensor]:
+        batches = [loader.load(0, refs, draws=draws) for refs in loader.plan.batches(0)]
+        files = [file for batch in batches for file in batch.files]
+        captions = [caption for batch in batches for caption in batch.captions]
+        return files, captions, torch.cat([batch.time_ids_B6 for batch in batches])
+
+    first, same, again = epoch(None), epoch(Draws(5)), epoch(Draws(5, attempt=1))
+    assert first[:2] == same[:2]
+    assert torch.equal(first[2], same[2])
+    assert first[0] == again[0]
+    assert first[1] != again[1]
+    assert not torch.equal(first[2], again[2])
+
+
+def test_kind_resume_state_the_trainer_loads_with_the_draws_of_its_attempt() -> None:
+    from types import SimpleNamespace
+
+    from trainer_core.config import TrainConfig
+    from trainer_core.events import EventBus
+    from trainer_core.trainer import Trainer
+
+    asked: list[Draws] = []
+
+    def load(epoch: int, refs: object, *, draws: Draws, step: int, total_steps: int) -> SimpleNamespace:
+        asked.append(draws)
+        return SimpleNamespace(files=("a.png",))
+
+    parts: Any = SimpleNamespace(
+        loader=SimpleNamespace(load=load), precision=SimpleNamespace(backward=lambda loss, samples: None)
+    )
+    trainer = Trainer(
+        parts, TrainConfig(), EventBus(run_id="r"), total_steps=4, seed=5, should_stop=lambda: False,
+        after_step=lambda step: None,
+    )  # fmt: skip
+    trainer.loss = lambda epoch, batch: torch.zeros(1)  # type: ignore[method-assign]
+    for trainer.state.attempt in (0, 1):
+        trainer._accumulate(0, [()])
+    assert asked == [Draws(5), Draws(5, attempt=1)]
+
+
 def test_batches_never_mix_buckets_and_carry_weights(vae: AutoencoderKL, tmp_path: Path, scan: Scan) -> None:
     for index in range(4):
         write(tmp_path / "set", f"{index}.png", png(64, 64, (index, 0, 0)))
