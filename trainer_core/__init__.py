@@ -1,9 +1,13 @@
 """Headless core of Safe-Scaler. This module is the facade: `nodes/` imports nothing below it.
 
-Importing it is cheap (< 0.3 s): torch, diffusers and transformers are imported when a function needs them.
+Importing it is cheap (< 0.3 s): what is not an error class is imported when it is first asked for, and torch,
+diffusers and transformers when a function needs them. Nothing named here imports diffusers into a host's process.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .errors import (
     AdapterError,
@@ -19,6 +23,67 @@ from .errors import (
 
 __version__ = "0.1.0"
 
+_LATER = {
+    "COMMANDS": "runs.protocol",
+    "FIELDS": "config_fields",
+    "RunFolder": "runs.folder",
+    "RunInfo": "runs.registry",
+    "RunOutcome": "runs.supervisor",
+    "Supervisor": "runs.supervisor",
+    "TrainConfig": "config",
+    "change_run": "prepare",
+    "config_hash": "runs.registry",
+    "create_run": "prepare",
+    "describe_run": "runs.registry",
+    "find_unfinished": "runs.registry",
+    "free_name": "runs.folder",
+    "from_dict": "config_io",
+    "list_runs": "runs.registry",
+    "load_config": "config_io",
+    "newest_good": "checkpoints.manifest",
+    "open_readonly": "runs.record",
+    "scan_checkpoints": "checkpoints.manifest",
+    "setting_differences": "resume_rules",
+    "to_dict": "config_io",
+    "write_report": "diagnostics.report",
+}
+"""Names that are imported when they are asked for, and the module that holds each."""
+
+_OTHER_NAME = {"describe_run": "describe", "scan_checkpoints": "scan"}
+
+if TYPE_CHECKING:
+    from .checkpoints.manifest import newest_good as newest_good
+    from .checkpoints.manifest import scan as scan_checkpoints
+    from .config import TrainConfig as TrainConfig
+    from .config_fields import FIELDS as FIELDS
+    from .config_io import from_dict as from_dict
+    from .config_io import load_config as load_config
+    from .config_io import to_dict as to_dict
+    from .diagnostics.report import write_report as write_report
+    from .prepare import change_run as change_run
+    from .prepare import create_run as create_run
+    from .resume_rules import setting_differences as setting_differences
+    from .runs.folder import RunFolder as RunFolder
+    from .runs.folder import free_name as free_name
+    from .runs.protocol import COMMANDS as COMMANDS
+    from .runs.record import open_readonly as open_readonly
+    from .runs.registry import RunInfo as RunInfo
+    from .runs.registry import config_hash as config_hash
+    from .runs.registry import describe as describe_run
+    from .runs.registry import find_unfinished as find_unfinished
+    from .runs.registry import list_runs as list_runs
+    from .runs.supervisor import RunOutcome as RunOutcome
+    from .runs.supervisor import Supervisor as Supervisor
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), _OTHER_NAME.get(name, name))
+    globals()[name] = value
+    return value
+
+
 __all__ = [
     "AdapterError",
     "CheckpointError",
@@ -30,4 +95,6 @@ __all__ = [
     "ResourceError",
     "TrainerError",
     "__version__",
+    "describe_run",
+    "scan_checkpoints",
 ]

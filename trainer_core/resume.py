@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from . import __version__
 from .config import TrainConfig
 from .config_io import to_dict
-from .errors import CheckpointError
 from .optim import load_optimizer_state, optimizer_state
+from .resume_rules import refusal as refusal
+from .resume_rules import setting_differences as setting_differences
 from .trainer import Trainer, TrainerParts, TrainState
 
 if TYPE_CHECKING:
@@ -22,44 +24,6 @@ if TYPE_CHECKING:
 
 _EMA = "ema:average/"
 _LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy")
-
-# Sections and fields that decide nothing about what has been trained so far; a change is allowed and logged.
-_FREE_SECTIONS = frozenset({"checkpoint", "preview", "metadata", "validation"})
-_FREE_FIELDS = frozenset(
-    {
-        "run.max_train_steps",
-        "run.max_train_epochs",
-        "run.output_name",
-        "run.output_dir",
-        "run.device",
-        "optimizer.learning_rate",
-        "optimizer.unet_lr",
-        "optimizer.te1_lr",
-        "optimizer.te2_lr",
-        "optimizer.loraplus_ratio",
-        "optimizer.loraplus_unet_ratio",
-        "optimizer.loraplus_te_ratio",
-        "optimizer.ema_validation",
-        "optimizer.ema_preview",
-        "optimizer.ema_export",
-        "schedule.type",
-        "schedule.warmup_steps",
-        "schedule.decay_steps",
-        "schedule.cycles",
-        "schedule.power",
-        "schedule.timescale",
-        "schedule.min_lr_ratio",
-        "dataset.workers",
-        "dataset.cache_dir",
-        "dataset.cache_text",
-        "precision.max_rejected_steps",
-        "precision.gradient_checkpointing",
-        "model.path",  # the fingerprint below decides whether it is the same model
-        "model.vae",
-    }
-)
-# validation.split decides which pictures are trained on.
-_BOUND_FIELDS = frozenset({"validation.split", "validation.enabled", "validation.max_pictures"})
 
 
 @dataclass(frozen=True)
@@ -81,14 +45,16 @@ class Restored:
 
 
 def capture_state(parts: TrainerParts, state: TrainState, session: Session, identity: RunIdentity) -> RunState:
-    """The whole state of a run after its last decided step."""
+    """The whole state of a run after its last decided step. Optimizer tensors may be the live ones: copy or write
+    them before the next step."""
     from .checkpoints.store import RunState
 
     # A checkpoint may be asked for while validation or a preview looks at averaged weights.
     with parts.live.training():
         adapter = parts.network.state_dict()
-        tensors, numbers = optimizer_state(parts.optimizer)
-    ema, updates = ({}, 0) if parts.live.ema is None else parts.live.ema.state()
+        tensors, numbers = optimizer_state(parts.optimizer, copy=parts.live.swapped)
+    ema, updates = ({}, 0) if parts.live.ema is None else (parts.live.ema.averages, parts.live.ema.updates)
+    keepers = {} if session.trainer is None else session.trainer.keepers
     return RunState(
         adapter=adapter,
         optimizer={**tensors, **{_EMA + name: value for name, value in ema.items()}},
@@ -96,7 +62,8 @@ def capture_state(parts: TrainerParts, state: TrainState, session: Session, iden
             "counters": state.to_dict(),
             "optimizer": numbers,
             "ema_updates": updates,
-            "precision": parts.precision.state_dict(),
+            "scaler": parts.precision.state_dict(),
+            **{name: keeper.state_dict() for name, keeper in keepers.items()},
             "validation": session.validation_history,
             "total_steps": session.trainer.total_steps if session.trainer else 0,
             "config": to_dict(identity.config),
@@ -129,7 +96,12 @@ def restore_state(session: Session, trainer: Trainer) -> Restored | None:
     if parts.live.ema is not None:
         plain = {name.removeprefix(_EMA): value for name, value in averages.items()}
         parts.live.ema.load_state(plain, int(scalars["ema_updates"]))
-    parts.precision.load_state_dict(scalars["precision"])
+    parts.precision.load_state_dict(scalars["scaler"] if "scaler" in scalars else scalars["precision"])
+    for name, keeper in trainer.keepers.items():
+        if name in scalars:
+            keeper.load_state_dict(scalars[name])
+        else:
+            free.append(f"{name}: the checkpoint holds none of it; it starts anew")
     trainer.state = TrainState.from_dict(scalars["counters"])
     session.validation_history[:] = scalars["validation"]
     session.went_on_from(loaded.name, trainer.state.step)
@@ -147,33 +119,6 @@ def differences(scalars: dict[str, Any], now: RunIdentity) -> tuple[list[str], l
     return bound, free
 
 
-def setting_differences(before: dict[str, Any], now: TrainConfig) -> tuple[list[str], list[str]]:
-    """Settings that differ from a stored config: (must not differ, may differ), each in words."""
-    bound: list[str] = []
-    free: list[str] = []
-    current = to_dict(now)
-    for section, fields in before.items():
-        if not isinstance(fields, dict):
-            continue
-        for name, old in fields.items():
-            new = current.get(section, {}).get(name)
-            if _plain(old) == _plain(new):
-                continue
-            full = f"{section}.{name}"
-            (free if _is_free(section, full) else bound).append(f"{full}: {old!r} in the checkpoint, {new!r} now")
-    return bound, free
-
-
-def refusal(name: str, bound: list[str]) -> CheckpointError:
-    """The error of a run that cannot go on exactly from checkpoint `name`."""
-    return CheckpointError(
-        f"The run cannot go on exactly from {name}, because this has changed:\n"
-        + "\n".join(f"  - {line}" for line in bound)
-        + "\nPut it back, or start a new run from the LoRA (lora.weights = ...), which is a warm start.",
-        differences=bound,
-    )
-
-
 def data_digest(items: Iterable[Item]) -> str:
     """Identity of what is trained on: every picture's place, content and caption."""
     digest = hashlib.blake2b(digest_size=16)
@@ -182,6 +127,7 @@ def data_digest(items: Iterable[Item]) -> str:
     return digest.hexdigest()
 
 
+@functools.cache
 def library_versions() -> dict[str, str]:
     """Versions of this pack and of the libraries that compute."""
     found = {"safe-scaler-lora": __version__}
@@ -200,11 +146,3 @@ def _version_changes(before: dict[str, str]) -> list[str]:
         for name, old in before.items()
         if now.get(name) != old
     ]
-
-
-def _is_free(section: str, full: str) -> bool:
-    return full not in _BOUND_FIELDS and (section in _FREE_SECTIONS or full in _FREE_FIELDS)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.manifest import newest_good
 from ..errors import TrainerError
 from .folder import RUNS_FOLDER, RunFolder
 from .record import open_readonly
@@ -56,14 +57,16 @@ def config_hash(config: Mapping[str, Any], ignore: Iterable[str] = UNHASHED) -> 
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
-def list_runs(output_dir: str | Path) -> list[RunInfo]:
-    """Runs of `output_dir` and of its direct subfolders, newest first."""
+def list_runs(output_dir: str | Path, look: Callable[[RunFolder], RunInfo] | None = None) -> list[RunInfo]:
+    """Runs of `output_dir` and of its direct subfolders, newest first. `look` replaces `describe` (one that remembers)."""
     root = Path(output_dir)
     found = {
         path.resolve(): path for pattern in ("", "*/") for path in root.glob(f"{pattern}{RUNS_FOLDER}/*/config.json")
     }
     return sorted(
-        (describe(RunFolder(path.parent)) for path in found.values()), key=lambda run: run.run_id, reverse=True
+        ((look or describe)(RunFolder(path.parent)) for path in found.values()),
+        key=lambda run: run.run_id,
+        reverse=True,
     )
 
 
@@ -72,6 +75,17 @@ def find_interrupted(output_dir: str | Path, wanted_hash: str) -> RunInfo | None
     return next(
         (run for run in list_runs(output_dir) if run.state == "interrupted" and run.config_hash == wanted_hash), None
     )
+
+
+def find_unfinished(output_dir: str | Path, wanted_hash: str) -> RunInfo | None:
+    """The newest run with this config hash if it stopped or was interrupted and has a checkpoint to go on from, or None.
+
+    A newer run of the same config that finished, failed or still runs hides it: what was asked for is done.
+    """
+    newest = next((run for run in list_runs(output_dir) if run.config_hash == wanted_hash), None)
+    if newest is None or newest.state not in ("interrupted", "stopped"):
+        return None
+    return newest if newest_good(newest.folder.checkpoints) is not None else None
 
 
 def describe(folder: RunFolder) -> RunInfo:

@@ -1,0 +1,132 @@
+"""The only module of the pack that imports ComfyUI. Everything is looked up when it is called, never at import."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+def output_folder() -> Path:
+    """ComfyUI's output folder (`--output-directory`, `--base-directory` and Docker move it)."""
+    import folder_paths
+
+    return Path(folder_paths.get_output_directory())
+
+
+def temp_folder() -> Path:
+    """ComfyUI's temporary folder; it is emptied at start and exit."""
+    import folder_paths
+
+    return Path(folder_paths.get_temp_directory())
+
+
+def input_folder() -> Path:
+    import folder_paths
+
+    return Path(folder_paths.get_input_directory())
+
+
+def file_names(kind: str) -> list[str]:
+    """Files of a model kind (checkpoints, vae, loras) as ComfyUI's own lists show them."""
+    import folder_paths
+
+    return list(folder_paths.get_filename_list(kind))
+
+
+def full_path(kind: str, name: str) -> Path | None:
+    """The file behind a name of `file_names`; None when there is none. Names cannot leave the kind's folders."""
+    import folder_paths
+
+    found = folder_paths.get_full_path(kind, name)
+    return None if found is None else Path(found)
+
+
+def loras_folder() -> Path:
+    """Where a finished LoRA goes: `<output>/loras`, one of the folders of LoraLoader's list.
+
+    ComfyUI registers it at start; a host that does not gets it registered here.
+    """
+    import folder_paths
+
+    folder = output_folder() / "loras"
+    known = {Path(path).resolve() for path in folder_paths.get_folder_paths("loras")}
+    if folder.resolve() not in known:
+        folder_paths.add_model_folder_path("loras", str(folder))
+    return folder
+
+
+def send_event(channel: str, data: dict[str, Any]) -> None:
+    """Send strict JSON to all browsers; thread-safe. Nothing happens where no server runs."""
+    server = _server()
+    if server is not None:
+        server.send_sync(channel, data)
+
+
+def show_pictures(node_id: str, images: list[dict[str, str]]) -> None:
+    """Show finished pictures in a node that still runs: the message ComfyUI sends when a node has ended.
+
+    `images`: `{filename, subfolder, type}`, the whole list each time.
+    """
+    server = _server()
+    if server is not None:
+        prompt = getattr(server, "last_prompt_id", None)
+        data = {"node": node_id, "display_node": node_id, "output": {"images": images}, "prompt_id": prompt}
+        server.send_sync("executed", data, server.client_id)
+
+
+def current_prompt() -> str | None:
+    return getattr(_server(), "last_prompt_id", None)
+
+
+def _server() -> Any:
+    from server import PromptServer
+
+    return getattr(PromptServer, "instance", None)
+
+
+def free_models() -> None:
+    """Unload ComfyUI's models from the device, so that the worker finds it empty. They load again when needed."""
+    import comfy.model_management as management
+
+    management.unload_all_models()
+    gc.collect()
+    management.soft_empty_cache()
+
+
+def interrupted() -> bool:
+    """Whether the user pressed Cancel. Only looks; `raise_if_interrupted` takes it."""
+    import comfy.model_management as management
+
+    return bool(management.processing_interrupted())
+
+
+def raise_if_interrupted() -> None:
+    """Raise ComfyUI's interrupt exception, and clear the request, when Cancel was pressed."""
+    import comfy.model_management as management
+
+    management.throw_exception_if_processing_interrupted()
+
+
+def progress_bar() -> Callable[[int, int], None]:
+    """`show(done, total)` moves the bar of the node that runs now.
+
+    ComfyUI's bar raises the interrupt exception by itself, which would end the worker before it has saved: here the
+    request is put back, for `interrupted` to see.
+    """
+    import comfy.model_management as management
+    import comfy.utils
+
+    bar = comfy.utils.ProgressBar(1)
+
+    def show(done: int, total: int) -> None:
+        try:
+            bar.update_absolute(done, max(total, 1))
+        except management.InterruptProcessingException:
+            management.interrupt_current_processing(True)
+
+    return show

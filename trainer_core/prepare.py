@@ -1,0 +1,88 @@
+"""Making a run folder and changing its settings: everything before a worker starts. Loads no model and no diffusers."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from .checkpoints.manifest import STATE, newest_good
+from .config import TrainConfig
+from .config_io import from_dict, to_dict
+from .config_rules import problems
+from .errors import ConfigError
+from .preflight import preflight
+from .resume_rules import refusal, setting_differences
+from .runs.folder import RunFolder, check_writable, free_name, new_run_id
+from .runs.registry import config_hash
+
+
+def create_run(
+    config: TrainConfig,
+    notes: list[str] | None = None,
+    *,
+    lora_dir: Path | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> RunFolder:
+    """Check the config, make the run folder and write the frozen config into it. No model is loaded.
+
+    An unset seed is drawn here, once, and stored. `lora_dir`: folder of the final LoRA; unset = the output folder.
+    `extra`: what a host keeps with the run, beside the config (it is no part of the config's hash).
+
+    Raises:
+        ConfigError: with all problems of the config.
+        ResourceError: the output folder cannot be written.
+    """
+    asked = config_hash(to_dict(config))  # before the seed is drawn: the same request again must find this run
+    config = checked(config)
+    output_dir = Path(config.run.output_dir).expanduser()
+    check_writable(output_dir)
+    run_id = new_run_id(datetime.now(timezone.utc))
+    folder = RunFolder.create(output_dir, run_id)
+    plain = to_dict(config)
+    final = free_name(lora_dir or output_dir, config.run.output_name, ".safetensors", owner=folder.path)
+    folder.write_config(
+        {
+            **(extra or {}),
+            "run_id": folder.run_id,
+            "config": plain,
+            "config_hash": asked,
+            "final_lora": str(final.resolve()),
+            "notes": list(notes or []),
+            "created": time.time(),
+        }
+    )
+    return folder
+
+
+def checked(config: TrainConfig) -> TrainConfig:
+    """`config` with a seed, when every rule holds here: the settings' own, and those of files and machine."""
+    found = problems(config)
+    if found := [*found, *preflight(config, {problem.field for problem in found})]:
+        raise ConfigError(found)
+    if config.run.seed is None:
+        config = replace(config, run=replace(config.run, seed=secrets.randbelow(2**32)))
+    return config
+
+
+def change_run(run_dir: str | Path, changes: Callable[[TrainConfig], TrainConfig]) -> None:
+    """Write changed settings into a run, for its next start.
+
+    Raises:
+        ConfigError: the changed settings break a rule.
+        CheckpointError: they differ from the newest checkpoint's where an exact resume must not. The run is as it was.
+    """
+    folder = RunFolder(Path(run_dir))
+    stored = folder.read_config()
+    config = checked(changes(from_dict(stored["config"])))
+    newest = newest_good(folder.checkpoints)
+    if newest is not None:
+        before = json.loads((newest.path / STATE).read_text(encoding="utf-8"))["scalars"]["config"]
+        if bound := setting_differences(before, config)[0]:
+            raise refusal(newest.name, bound)
+    folder.write_config({**stored, "config": to_dict(config)})

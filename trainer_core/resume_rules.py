@@ -1,0 +1,82 @@
+"""Which settings may differ when a run is taken up again. Imports nothing heavy: nodes show differences beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .config import TrainConfig
+from .config_io import to_dict
+from .errors import CheckpointError
+
+# Sections and fields that decide nothing about what has been trained so far; a change is allowed and logged.
+_FREE_SECTIONS = frozenset({"checkpoint", "preview", "metadata", "validation"})
+_FREE_FIELDS = frozenset(
+    {
+        "run.max_train_steps",
+        "run.max_train_epochs",
+        "run.output_name",
+        "run.output_dir",
+        "run.device",
+        "optimizer.learning_rate",
+        "optimizer.unet_lr",
+        "optimizer.te1_lr",
+        "optimizer.te2_lr",
+        "optimizer.loraplus_ratio",
+        "optimizer.loraplus_unet_ratio",
+        "optimizer.loraplus_te_ratio",
+        "optimizer.ema_validation",
+        "optimizer.ema_preview",
+        "optimizer.ema_export",
+        "schedule.type",
+        "schedule.warmup_steps",
+        "schedule.decay_steps",
+        "schedule.cycles",
+        "schedule.power",
+        "schedule.timescale",
+        "schedule.min_lr_ratio",
+        "dataset.workers",
+        "dataset.cache_dir",
+        "dataset.cache_text",
+        "precision.max_rejected_steps",
+        "precision.gradient_checkpointing",
+        "model.path",  # the fingerprint in `resume.py` decides whether it is the same model
+        "model.vae",
+    }
+)
+# validation.split decides which pictures are trained on.
+_BOUND_FIELDS = frozenset({"validation.split", "validation.enabled", "validation.max_pictures"})
+
+
+def setting_differences(before: dict[str, Any], now: TrainConfig) -> tuple[list[str], list[str]]:
+    """Settings that differ from a stored config: (must not differ, may differ), each in words."""
+    bound: list[str] = []
+    free: list[str] = []
+    current = to_dict(now)
+    for section, fields in before.items():
+        if not isinstance(fields, dict):
+            continue
+        for name, old in fields.items():
+            new = current.get(section, {}).get(name)
+            if _plain(old) == _plain(new):
+                continue
+            full = f"{section}.{name}"
+            (free if _is_free(section, full) else bound).append(f"{full}: {old!r} in the checkpoint, {new!r} now")
+    return bound, free
+
+
+def refusal(name: str, bound: list[str]) -> CheckpointError:
+    """The error of a run that cannot go on exactly from checkpoint `name`."""
+    return CheckpointError(
+        f"The run cannot go on exactly from {name}, because this has changed:\n"
+        + "\n".join(f"  - {line}" for line in bound)
+        + "\nPut it back, or start a new run from the LoRA (lora.weights = ...), which is a warm start.",
+        differences=bound,
+    )
+
+
+def _is_free(section: str, full: str) -> bool:
+    return full not in _BOUND_FIELDS and (section in _FREE_SECTIONS or full in _FREE_FIELDS)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
