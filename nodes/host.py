@@ -62,7 +62,7 @@ def loras_folder() -> Path:
 
 def send_event(channel: str, data: dict[str, Any]) -> None:
     """Send strict JSON to all browsers; thread-safe. Nothing happens where no server runs."""
-    server = _server()
+    server = prompt_server()
     if server is not None:
         server.send_sync(channel, data)
 
@@ -72,7 +72,7 @@ def show_pictures(node_id: str, images: list[dict[str, str]]) -> None:
 
     `images`: `{filename, subfolder, type}`, the whole list each time.
     """
-    server = _server()
+    server = prompt_server()
     if server is not None:
         prompt = getattr(server, "last_prompt_id", None)
         data = {"node": node_id, "display_node": node_id, "output": {"images": images}, "prompt_id": prompt}
@@ -80,10 +80,11 @@ def show_pictures(node_id: str, images: list[dict[str, str]]) -> None:
 
 
 def current_prompt() -> str | None:
-    return getattr(_server(), "last_prompt_id", None)
+    return getattr(prompt_server(), "last_prompt_id", None)
 
 
-def _server() -> Any:
+def prompt_server() -> Any:
+    """ComfyUI's running server; None where there is none (its modules can be imported without one)."""
     from server import PromptServer
 
     return getattr(PromptServer, "instance", None)

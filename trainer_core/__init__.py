@@ -26,6 +26,11 @@ __version__ = "0.1.0"
 _LATER = {
     "COMMANDS": "runs.protocol",
     "FIELDS": "config_fields",
+    "PANEL_HEARTBEAT_S": "panel.api",
+    "PANEL_MAX_BODY": "panel.exchange",
+    "PANEL_PREFIX": "panel.api",
+    "PanelApi": "panel.api",
+    "PanelRequest": "panel.exchange",
     "RunFolder": "runs.folder",
     "RunInfo": "runs.registry",
     "RunOutcome": "runs.supervisor",
@@ -49,7 +54,14 @@ _LATER = {
 }
 """Names that are imported when they are asked for, and the module that holds each."""
 
-_OTHER_NAME = {"describe_run": "describe", "scan_checkpoints": "scan"}
+_OTHER_NAME = {
+    "PANEL_HEARTBEAT_S": "HEARTBEAT_S",
+    "PANEL_MAX_BODY": "MAX_BODY",
+    "PANEL_PREFIX": "PREFIX",
+    "PanelRequest": "Request",
+    "describe_run": "describe",
+    "scan_checkpoints": "scan",
+}
 
 if TYPE_CHECKING:
     from .checkpoints.manifest import newest_good as newest_good
@@ -60,6 +72,11 @@ if TYPE_CHECKING:
     from .config_io import load_config as load_config
     from .config_io import to_dict as to_dict
     from .diagnostics.report import write_report as write_report
+    from .panel.api import HEARTBEAT_S as PANEL_HEARTBEAT_S
+    from .panel.api import PREFIX as PANEL_PREFIX
+    from .panel.api import PanelApi as PanelApi
+    from .panel.exchange import MAX_BODY as PANEL_MAX_BODY
+    from .panel.exchange import Request as PanelRequest
     from .prepare import change_run as change_run
     from .prepare import create_run as create_run
     from .resume_rules import setting_differences as setting_differences
@@ -94,6 +111,10 @@ __all__ = [
     "Problem",
     "ResourceError",
     "TrainerError",
+    "PANEL_HEARTBEAT_S",
+    "PANEL_MAX_BODY",
+    "PANEL_PREFIX",
+    "PanelRequest",
     "__version__",
     "describe_run",
     "scan_checkpoints",

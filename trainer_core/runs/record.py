@@ -13,6 +13,11 @@ from .database import check_version
 
 Row = dict[str, Any]
 
+CURVES = ("loss", "loss_avg", "grad_norm", "loss_scale", "seconds", "vram_gib")
+"""Numbers of the `steps` table that are drawn over the steps."""
+
+_SIDES = ("min", "max")
+
 
 class RunRecord:
     """A read-only view of a run's record. Every method reads afresh, so it follows a running run."""
@@ -30,14 +35,67 @@ class RunRecord:
         )
         return [{**row, "lr": json.loads(row["lr"]), "rejected": bool(row["rejected"])} for row in rows]
 
-    def events(self, *types: str, after_seq: int = -1) -> list[Row]:
+    def curves(self, points: int) -> Row:
+        """The steps in at most `points` buckets: `{stride, steps, metrics, lr, rejected}`.
+
+        A bucket holds `stride` steps (a power of two), from its entry in `steps` on. `metrics` maps each name of
+        `CURVES` to `{min, max}`, one value a bucket, None where no step had one. `lr` is the last rate of each part,
+        `rejected` the numbers of the last 500 rejected steps.
+        """
+        first, last, attempts = self._connection.execute(
+            "SELECT coalesce(min(step), 0), coalesce(max(step), -1), min(attempt) != max(attempt) FROM steps"
+        ).fetchone()
+        stride = 1
+        while (last - first) // stride + 1 > points:
+            stride *= 2
+        chosen = ", ".join(f"min({name}) AS min_{name}, max({name}) AS max_{name}" for name in CURVES)
+        rows = self._all(
+            f"SELECT (step - ?) / ? AS bucket, max(step) AS last_step, lr, {chosen} FROM {_newest(bool(attempts))}"
+            " GROUP BY bucket ORDER BY bucket",
+            (first, stride),
+        )
+        rates: list[Row] = [json.loads(row["lr"]) or {} for row in rows]
+        rejected = self._all("SELECT DISTINCT step FROM steps WHERE rejected ORDER BY step DESC LIMIT 500")
+        return {
+            "stride": stride,
+            "steps": [first + row["bucket"] * stride for row in rows],
+            "metrics": {name: {side: [row[f"{side}_{name}"] for row in rows] for side in _SIDES} for name in CURVES},
+            "lr": {part: [rate.get(part) for rate in rates] for part in sorted({part for r in rates for part in r})},
+            "rejected": sorted(row["step"] for row in rejected),
+        }
+
+    def wires(self, *, after_seq: int, limit: int) -> list[Row]:
+        """Events after `after_seq` with the steps among them as StepFinished and StepRejected, in the order of seq.
+
+        At most `limit`, the oldest first; fields that only the live event has (culprits, samples) are missing.
+        """
+        steps = self._all("SELECT * FROM steps WHERE seq > ? ORDER BY seq LIMIT ?", (after_seq, limit))
+        events = self.events(after_seq=after_seq, limit=limit)
+        told = {event["seq"] for event in events}
+        merged = [*events, *(_step_wire(row) for row in steps if row["seq"] not in told)]
+        return sorted(merged, key=lambda wire: wire["seq"])[:limit]
+
+    def last_events(self, count: int, *leave_out: str) -> list[Row]:
+        """The newest `count` events but the types in `leave_out`, oldest first, as `events` gives them."""
+        marks = ", ".join("?" * len(leave_out))
+        rows = self._all(
+            f"SELECT * FROM (SELECT * FROM events WHERE type NOT IN ({marks}) ORDER BY seq DESC LIMIT ?) ORDER BY seq",
+            (*leave_out, count),
+        )
+        return [_event(row) for row in rows]
+
+    def last_seq(self) -> int:
+        """The newest event number in the record, steps included; 0 in an empty one."""
+        row = self._connection.execute(
+            "SELECT max((SELECT coalesce(max(seq), 0) FROM events), (SELECT coalesce(max(seq), 0) FROM steps))"
+        ).fetchone()
+        return int(row[0])
+
+    def events(self, *types: str, after_seq: int = -1, limit: int = -1) -> list[Row]:
         """Events in order as `{seq, time, step, type, data}`; of the given types only, when any are given."""
         chosen = f" AND type IN ({', '.join('?' * len(types))})" if types else ""
-        rows = self._all(f"SELECT * FROM events WHERE seq > ?{chosen} ORDER BY seq", (after_seq, *types))
-        return [
-            {**{key: row[key] for key in ("seq", "time", "step", "type")}, "data": json.loads(row["json"])}
-            for row in rows
-        ]
+        query = f"SELECT * FROM events WHERE seq > ?{chosen} ORDER BY seq LIMIT ?"
+        return [_event(row) for row in self._all(query, (after_seq, *types, limit))]
 
     def validation(self) -> list[Row]:
         """Stable validation losses as `{step, mean, bands, pictures, seconds, time}`, newest attempt of each step."""
@@ -117,6 +175,29 @@ class RunRecord:
 
     def _count(self, kind: str) -> int:
         return int(self._connection.execute("SELECT count(*) FROM events WHERE type = ?", (kind,)).fetchone()[0])
+
+
+def _event(row: Row) -> Row:
+    return {**{key: row[key] for key in ("seq", "time", "step", "type")}, "data": json.loads(row["json"])}
+
+
+def _step_wire(row: Row) -> Row:
+    kind = "StepRejected" if row["rejected"] else "StepFinished"
+    data = {key: value for key, value in row.items() if key not in ("seq", "step", "time", "attempt", "rejected")}
+    return {
+        "seq": row["seq"], "time": row["time"], "step": row["step"], "type": kind,
+        "data": {**data, "lr": json.loads(row["lr"]), "clipped": bool(row["clipped"])},
+    }  # fmt: skip
+
+
+def _newest(several_attempts: bool) -> str:
+    """Steps, the newest attempt of each. A table when there is one attempt, as in nearly every run."""
+    if not several_attempts:
+        return "steps"
+    return (
+        "(SELECT s.* FROM (SELECT step, max(attempt) AS newest FROM steps GROUP BY step) AS n"
+        " JOIN steps AS s ON s.attempt = n.newest AND s.step = n.step)"
+    )
 
 
 def open_readonly(path: str | Path) -> RunRecord:

@@ -1,0 +1,91 @@
+"""The runs under the output folders, as the panel lists them. A run is named by its id; paths never leave here."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..runs.folder import RUNS_FOLDER, RunFolder
+from ..runs.registry import RunInfo, describe, list_runs
+from .exchange import Refused
+
+RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{4}(-\d{1,4})?")
+
+_Signature = tuple[float, ...]
+
+
+class RunList:
+    """Looks up runs. What is known of a run that no process writes is kept until one of its files changes."""
+
+    def __init__(self, roots: Callable[[], Iterable[Path]]) -> None:
+        self._roots = roots
+        self._known: dict[Path, tuple[_Signature, RunInfo]] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[RunInfo]:
+        """Every run with a valid id, newest first."""
+        found: dict[str, RunInfo] = {}
+        for root in self._roots():
+            for info in list_runs(root, self.describe):
+                if RUN_ID.fullmatch(info.run_id):
+                    found.setdefault(info.run_id, info)
+        return sorted(found.values(), key=lambda run: run.run_id, reverse=True)
+
+    def find(self, run_id: str) -> RunFolder:
+        """The folder of a run. Refused with 404 for anything that is no id of a run here."""
+        if RUN_ID.fullmatch(run_id):
+            for root in self._roots():
+                for pattern in (RUNS_FOLDER, f"*/{RUNS_FOLDER}"):
+                    for parent in Path(root).glob(pattern):
+                        if (parent / run_id / "config.json").is_file():
+                            return RunFolder(parent / run_id)
+        raise Refused(404, "no_such_run", f"There is no run {run_id[:60]!r} here. GET /runs lists the runs.")
+
+    def describe(self, folder: RunFolder) -> RunInfo:
+        """`registry.describe`, remembered for runs that are over."""
+        signature = _signature(folder)
+        with self._lock:
+            known = self._known.get(folder.path)
+        if known is not None and known[0] == signature:
+            return known[1]
+        info = describe(folder)
+        with self._lock:
+            if info.state == "running":
+                self._known.pop(folder.path, None)
+            else:
+                self._known[folder.path] = (signature, info)
+        return info
+
+
+def _signature(folder: RunFolder) -> _Signature:
+    # A writer that takes the lock writes its name into the lock file: that changes its time.
+    wal = folder.database_path.with_name("run.db-wal")
+    return tuple(_changed(path) for path in (folder.config_path, folder.database_path, wal, folder.lock_path))
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def facts(info: RunInfo, *, live: bool) -> dict[str, Any]:
+    """One line of the run list, safe for JSON."""
+    name = ""
+    if not info.problem:
+        name = str(info.folder.read_config().get("config", {}).get("run", {}).get("output_name", ""))
+    return {
+        "run_id": info.run_id,
+        "name": name,
+        "state": info.state,
+        "live": live,
+        "step": info.step,
+        "total_steps": info.total_steps,
+        "started": info.started,
+        "message": info.message,
+        "problem": info.problem,
+    }
