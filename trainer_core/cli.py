@@ -248,7 +248,9 @@ def _find_run(path: Path) -> Path:
         return path
     runs = list_runs(path) if path.is_dir() else []
     if not runs:
-        why = "is no run folder and holds no runs" if path.is_dir() else "there is no such folder"
+        why = "there is no such folder"
+        if path.exists():
+            why = "is no run folder and holds no runs" if path.is_dir() else "is a file, not a run folder"
         fix = "Give a folder such as output/safe_scaler/20260131-120000-ab12."
         raise ConfigError([Problem("RUN", str(path), why, fix)])
     print(f"newest run in {path}: {runs[0].folder.path}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -143,6 +144,8 @@ def _wrong_type(spec: FieldSpec, value: Any) -> BadValue:
 
 
 def _type_name(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     names: dict[type, str] = {
         bool: "true/false",
         str: "a text",

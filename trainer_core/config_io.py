@@ -19,6 +19,7 @@ from .config_presets import PRESETS
 from .config_rules import advice, problems
 from .errors import ConfigError, Problem
 from .options import find, habit_notes, resolve
+from .preflight import preflight
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -117,6 +118,7 @@ def _finish(
     if check:
         told = {problem.field.split(" ")[0].removeprefix("--") for problem in found}
         found.extend(problem for problem in problems(config) if problem.field not in told)
+        found.extend(preflight(config, told | {problem.field for problem in found}))
     if found:
         raise ConfigError(found)
     return config, [*notes, *(advice(config) if check else [])]
@@ -240,8 +242,8 @@ def _file_settings(data: Mapping[str, Any], file: Path, found: list[Problem], no
     names, or sd-scripts' names in a section of ours) go through the alias table, as sd-scripts flattens its files.
     """
     if "datasets" in data or "general" in data:
-        why = "this is a data-set config of sd-scripts, which this version does not read"
-        found.append(Problem("config", str(file), why, "Give the picture folder as [dataset] path."))
+        why = "this is a data-set config of sd-scripts, not a training config"
+        found.append(Problem("config", str(file), why, f"Give it as --dataset.config_file '{file}'."))
         return {}
     own: dict[str, Any] = {}
     typed: list[tuple[str, Any]] = []
@@ -249,7 +251,13 @@ def _file_settings(data: Mapping[str, Any], file: Path, found: list[Problem], no
         if key in _TOP_LEVEL:
             continue
         if not isinstance(content, dict):
-            typed.append((key, content))
+            if key in SECTIONS:
+                why = "is the name of a section, not of a setting"
+                found.append(
+                    Problem(key, content, why, f"Write [{key}] and below it lines such as {_names(key)[0]} = ...")
+                )
+            else:
+                typed.append((key, content))
             continue
         table = cast("dict[str, Any]", content)
         _sort_table(key, table, own, typed)

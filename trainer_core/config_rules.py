@@ -28,9 +28,10 @@ _PART_NAMES = {"unet": "the UNet", "te1": "text encoder 1", "te2": "text encoder
 def problems(config: TrainConfig) -> list[Problem]:
     """All problems of `config`, single fields first. Empty means the run may start loading."""
     found = [problem for spec in FIELDS.values() if (problem := field_problem(spec, value_of(config, spec.key)))]
-    sound = _with_defaults(config, [problem.field for problem in found])
+    told = {problem.field for problem in found}
+    sound = _with_defaults(config, sorted(told))
     for rule in _RULES:
-        found.extend(rule(sound))
+        found.extend(problem for problem in rule(sound) if problem.field not in told)
     return found
 
 
@@ -99,8 +100,11 @@ def _something_trained(config: TrainConfig) -> Found:
         yield Problem("optimizer.learning_rate", rate, "nothing would be learnt", "LoRA rates are 1e-5 to 1e-3.")
     elif not trained_parts(config):
         why = "no part is trained: each has rate 0 or rank 0"
-        rates = {part: part_rate(config.optimizer, part) for part in PARTS}
-        yield Problem("optimizer.unet_lr", rates, why, "Give at least one part a rate and a rank above 0.")
+        frozen = {part: (part_rank(config.lora, part), part_rate(config.optimizer, part)) for part in PARTS}
+        by_rank = all(rank == 0 for rank, _ in frozen.values())
+        shown = {part: f"rank {rank:g}, rate {rate:g}" for part, (rank, rate) in frozen.items()}
+        field = "lora.unet_rank" if by_rank else "optimizer.unet_lr"
+        yield Problem(field, shown, why, "Give at least one part a rate and a rank above 0.")
     for part in PARTS:
         own_rate = getattr(config.optimizer, f"{part}_lr")
         if own_rate and getattr(config.lora, f"{part}_rank") == 0:

@@ -155,7 +155,7 @@ def main(args: argparse.Namespace) -> int:
     from .toy.demo_data import write_teaching_set
 
     started = time.monotonic()
-    torch.set_num_threads(1)  # the toy is too small for more: on busy cores a second thread made it 6 to 25 times slower
+    torch.set_num_threads(1)  # the toy is too small for two, which on busy cores were 6 to 25 times slower
     output = Path(args.output_dir)
     check_writable(output)
     lesson = write_teaching_set(output / "demo_pictures", seed=args.seed)

@@ -83,8 +83,8 @@ def _disk(output_dir: Path, missing: list[str], advice: list[str]) -> dict[str, 
         renamed.unlink()
     except OSError as error:
         facts["writable"] = False
-        missing.append(f"{folder} cannot be written: {error.strerror}")
-    if facts["free"] < 5 * _GIB:
+        missing.append(f"{folder} cannot be written ({error.strerror}). Give another folder (--output_dir)")
+    if facts["writable"] and facts["free"] < 5 * _GIB:
         advice.append(f"{size(facts['free'])} are free in {folder}; caches and checkpoints want 5 GB")
     facts["network"] = is_network_path(folder)
     if facts["network"]:

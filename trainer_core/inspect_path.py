@@ -21,6 +21,8 @@ def inspect_path(asked: str) -> tuple[dict[str, Any], str]:
     path = Path(asked).expanduser()
     if asked == "toy":
         return _model(asked)
+    if not asked.strip():
+        raise TrainerError("no path is given. Give a .safetensors file, a model folder, a run folder, or the word toy.")
     if not path.exists():
         raise TrainerError(f"there is no such file or folder: {asked}. Check the path.")
     if path.is_file():
