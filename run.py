@@ -34,6 +34,8 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_PATIENCE_S = 6.0
 STILL_EVERY_S = 20.0
 STAMP = "safe-scaler.json"
+# Test files side by side, one a core; whole files, because what a file's tests share is made once. `test -n 0` undoes it.
+PARALLEL = ("-n", "auto", "--maxprocesses=4", "--dist=loadfile")
 USAGE = """usage: python run.py [--venv FOLDER] COMMAND ...
 
   demo            teach the built-in toy model a new word and show what it learnt
@@ -73,7 +75,7 @@ def main(words: list[str]) -> int:
     environment = {**os.environ, "PYTHONUTF8": "1"}
     if words[0] == "test":
         environment["OMP_NUM_THREADS"] = "1"
-        return hand_over([str(python), "-m", "pytest", *words[1:]], environment, cwd=ROOT)
+        return hand_over([str(python), "-m", "pytest", *PARALLEL, *words[1:]], environment, cwd=ROOT)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return hand_over([str(python), "-m", "trainer_core", *words], environment)
 
