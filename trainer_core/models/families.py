@@ -145,7 +145,7 @@ def _context_width(entries: Mapping[str, Entry]) -> int | None:
 
 def _part_only(entries: Mapping[str, Entry]) -> Family | None:
     whole = "Give the whole checkpoint, or the folder that holds unet/, vae/, text_encoder/ and text_encoder_2/."
-    if is_vae(entries):
+    if is_vae(entries) or all(name.startswith("first_stage_model.") for name in entries):
         return Family("vae", "a VAE only, not a whole checkpoint", f"{NEED} A VAE goes into model.vae.")
     if "conv_in.weight" in entries and _any(entries, "down_blocks."):
         return Family("diffusers_unet", "one part (the UNet) of a diffusers folder", whole)

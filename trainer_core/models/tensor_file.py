@@ -172,12 +172,15 @@ def _entries(path: Path, header: Mapping[str, Any], start: int) -> dict[str, Ent
             begin, end = (int(value) + start for value in fields["data_offsets"])
             entry = Entry(str(fields["dtype"]), tuple(int(side) for side in fields["shape"]), begin, end)
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelFileError(f"'{path}' is damaged: the header entry of '{name}' is not readable.", path) from error
+            raise ModelFileError(
+                f"'{path}' is damaged: the header entry of '{name}' is not readable. Get it again.", path
+            ) from error
         if entry.dtype in TORCH_DTYPES:
             expected = math.prod(entry.shape) * entry.torch_dtype.itemsize
             if end - begin != expected:
                 raise ModelFileError(
-                    f"'{path}' is damaged: '{name}' should take {expected} bytes and takes {end - begin}.", path
+                    f"'{path}' is damaged: '{name}' should take {expected} bytes and takes {end - begin}. Get it again.",
+                    path,
                 )
         entries[name] = entry
     return entries

@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[Shapes, str]] = {
         {"first_stage_model.decoder.conv_in.weight": (1,), "first_stage_model.decoder.up.0.block.0.conv1.weight": (1,)},
         "a VAE only",
     ),
+    "vae_part_of_prefixed": ({"first_stage_model.encoder.conv_in.weight": (1,)}, "a VAE only"),
     "vae_diffusers": (
         {"decoder.conv_in.weight": (1,), "decoder.up_blocks.0.resnets.0.conv1.weight": (1,)},
         "a VAE only",
