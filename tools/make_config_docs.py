@@ -114,7 +114,7 @@ def presets() -> list[str]:
 
 
 #: Values to find out which settings an option sets; the first that it takes counts.
-SAMPLES = (True, "1", "0.5", "text", "epsilon", "fp16", "linear", "euler", "lanczos", "conv_dim=1", "a=1")
+SAMPLES = (True, "1", "0.5", "text", "epsilon", "fp16", "linear", "euler", "lanczos", "conv_dim=1", "lr_end=1", "a=1")
 
 
 #: Options that set no field.

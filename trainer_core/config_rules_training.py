@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from .config import ObjectiveConfig, OptimizerConfig, TrainConfig, part_rate, trained_parts
 from .config_fields import BadValue
 from .config_optimizers import OptimizerKind, find_kind, install_command, parse_arguments, unknown_optimizer
+from .config_schedule import parse_step_rules
 from .errors import ConfigError, Problem
 
 Found = Iterator[Problem]
@@ -154,7 +155,24 @@ def _schedule(config: TrainConfig) -> Found:
     if schedule.decay_steps == 0 and schedule.type == "warmup_stable_decay":
         why = "without a decay warmup_stable_decay is constant"
         yield Problem("schedule.decay_steps", 0.0, why, "Write how long the decay is, such as 0.2.")
+    yield from _ends(config)
     yield from _length(config)
+
+
+def _ends(config: TrainConfig) -> Found:
+    """Where polynomial and piecewise_constant go."""
+    schedule, rate = config.schedule, config.optimizer.learning_rate
+    if schedule.type == "polynomial" and schedule.end_lr is not None and 0 < rate <= schedule.end_lr:
+        why = f"is not below optimizer.learning_rate = {rate:g}: the rate would rise"
+        yield Problem("schedule.end_lr", schedule.end_lr, why, "Lower it, or unset it.")
+    if schedule.type == "piecewise_constant":
+        try:
+            parse_step_rules(schedule.step_rules)
+        except BadValue as bad:
+            yield Problem("schedule.step_rules", schedule.step_rules, bad.why, bad.fix)
+    elif schedule.step_rules:
+        why = f"has no effect with the schedule {schedule.type}"
+        yield Problem("schedule.step_rules", schedule.step_rules, why, "Use piecewise_constant, or unset it.")
 
 
 def _length(config: TrainConfig) -> Found:

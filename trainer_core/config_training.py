@@ -120,6 +120,7 @@ class ScheduleConfig:
             "inverse_sqrt",
             "cosine_with_min_lr",
             "warmup_stable_decay",
+            "piecewise_constant",
         ),
     )
     warmup_steps: float = option(
@@ -139,6 +140,19 @@ class ScheduleConfig:
         max=1000,
     )
     power: float = option(1.0, "power of polynomial", min=0.01, max=100.0, advanced=True)
+    end_lr: float | None = option(
+        None,
+        "polynomial: where learning_rate ends, the rates of the parts in proportion; unset = by min_lr_ratio",
+        min=0.0,
+        max=10.0,
+        advanced=True,
+    )
+    step_rules: str = option(
+        "",
+        "piecewise_constant: factor:until step, ..., last factor, such as 1:500,0.1:900,0.01; a step below 1 = "
+        "share of the run",
+        advanced=True,
+    )
     timescale: int | None = option(
         None, "timescale of inverse_sqrt; unset = the warm-up, or 10000 without one", min=1, advanced=True
     )

@@ -230,6 +230,4 @@ def habit_notes(used: Iterable[str], settings: Mapping[str, Any]) -> list[str]:
         )
     if "optimizer_type" in names and settings.get("optimizer.type") == "adafactor":
         notes.append("adafactor takes learning_rate as it is here; sd-scripts would find its own (relative_step)")
-    if "lr_scheduler" in names and settings.get("schedule.type") == "polynomial":
-        notes.append("polynomial ends at schedule.min_lr_ratio here; sd-scripts ends at a rate of 1e-7")
     return notes

@@ -60,7 +60,6 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("adam_weight_decay_text_encoder", "value", "one weight decay holds for all parts", "Use --adam_weight_decay.", ()),
     ("scale_lr", "flag", "the rate is taken as written", "Multiply --learning_rate yourself.", ()),
     ("lr_scheduler_type", "value", "runs foreign code", "Use --lr_scheduler.", ()),
-    ("lr_scheduler_args", "many", "belongs to --lr_scheduler_type", "Use --lr_scheduler_num_cycles or --lr_scheduler_min_lr_ratio.", ()),
     ("fused_backward_pass", "flag", "updates are decided after the whole gradient was seen", "Use --gradient_checkpointing to save memory.", ()),
     ("cpu_offload_checkpointing", "flag", _NOT_YET, "Use --gradient_checkpointing.", ()),
     # previews and validation

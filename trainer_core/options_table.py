@@ -104,6 +104,7 @@ _SCHEDULES = {
             "inverse_sqrt",
             "cosine_with_min_lr",
             "warmup_stable_decay",
+            "piecewise_constant",
         )
     },
 }
@@ -136,9 +137,13 @@ _INTERPOLATION = choice(
 
 
 def _schedule(value: Any) -> Settings:
-    if str(value).strip().lower() == "piecewise_constant":
-        raise BadValue("this schedule is not in this version", "Use --lr_scheduler warmup_stable_decay or cosine.")
-    return choice("schedule.type", _SCHEDULES, "there is no such schedule")(value)
+    """Their polynomial ends at the rate 1e-7."""
+    settings = choice("schedule.type", _SCHEDULES, "there is no such schedule")(value)
+    return {**settings, "schedule.end_lr": 1e-7} if "polynomial" in settings.values() else settings
+
+
+def _step_rules(value: Any) -> Settings:
+    return {"schedule.step_rules": str(value).strip().strip("\"'")}
 
 
 def _optimizer(value: Any) -> Settings:
@@ -258,6 +263,13 @@ _ROWS: tuple[tuple[str, str, Rule, str, str], ...] = (
     ("adam_weight_decay", "value", to("optimizer.weight_decay"), _DIFFUSERS, ""),
     ("adam_epsilon", "value", to("optimizer.eps"), _DIFFUSERS, ""),
     ("lr_scheduler", "value", _schedule, _KOHYA, ""),
+    (
+        "lr_scheduler_args",
+        "many",
+        arguments("lr_scheduler_args", {"step_rules": _step_rules, "lr_end": to("schedule.end_lr")}, {}),
+        _KOHYA,
+        "",
+    ),
     ("lr_warmup_steps", "value", share_or_steps("schedule.warmup_steps"), _KOHYA, ""),
     ("lr_decay_steps", "value", share_or_steps("schedule.decay_steps"), _KOHYA, ""),
     ("lr_scheduler_num_cycles", "value", to("schedule.cycles"), _KOHYA, ""),
@@ -353,8 +365,8 @@ _ROWS: tuple[tuple[str, str, Rule, str, str], ...] = (
     ("resume", "value", to("cli.resume"), _KOHYA, ""),
 )  # fmt: skip
 
-#: A switch that freezes a part wins over a rate that was typed along with it.
-_WEIGHTS = {"network_train_unet_only": 1, "network_train_text_encoder_only": 1}
+#: A switch that freezes a part wins over a rate that was typed along with it, an end of a schedule over the usual one.
+_WEIGHTS = {"network_train_unet_only": 1, "network_train_text_encoder_only": 1, "lr_scheduler_args": 1}
 #: "Train the text encoders" means their rates follow learning_rate, unless rates were typed.
 _ALSO = {"network_train_text_encoder_only": _TEXT_ENCODERS, "train_text_encoder": _TEXT_ENCODERS}
 

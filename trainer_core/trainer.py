@@ -218,7 +218,8 @@ class Trainer:
 
     def _apply(self, reading: StepReading, epoch: int, started: float) -> None:
         state, parts = self.state, self.parts
-        factor = learning_rate_factor(self.config.schedule, state.applied, self.total_steps)
+        base_rate = self.config.optimizer.learning_rate
+        factor = learning_rate_factor(self.config.schedule, state.applied, self.total_steps, base_rate)
         set_learning_rates(parts.optimizer, factor)
         clipped = parts.precision.apply(parts.optimizer, reading, self.config.gradient.max_norm)
         rates = effective_rates(parts.optimizer)

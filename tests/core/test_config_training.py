@@ -117,7 +117,6 @@ def test_all_problems_of_the_training_sections_come_together(tmp_path: Path) -> 
     ("line", "part"),
     [
         ("--optimizer_type AdaFactor", "relative_step"),
-        ("--lr_scheduler polynomial", "1e-7"),
     ],
 )
 def test_habits_of_sd_scripts_that_differ_are_told(line: str, part: str) -> None:

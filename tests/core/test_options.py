@@ -114,6 +114,7 @@ def test_understood_options_set_real_fields() -> None:
         "optimizer_type": "AdamW",
         "optimizer": "AdamW",
         "optimizer_args": ["weight_decay=0.1"],
+        "lr_scheduler_args": ["lr_end=1e-6"],
         "lr_scheduler": "linear",
         "mixed_precision": "bf16",
         "save_precision": "float",
@@ -167,7 +168,18 @@ def test_understood_options_set_real_fields() -> None:
         ("--optimizer_type pytorch_optimizer.SOAP", {"optimizer.type": "pytorch_optimizer.SOAP"}),
         ("--use_8bit_adam", {"optimizer.type": "adamw8bit"}),
         ("--use_lion_optimizer", {"optimizer.type": "lion"}),
-        ("--lr_scheduler polynomial --lr_scheduler_power 2", {"schedule.type": "polynomial", "schedule.power": 2.0}),
+        (
+            "--lr_scheduler polynomial --lr_scheduler_power 2",
+            {"schedule.type": "polynomial", "schedule.power": 2.0, "schedule.end_lr": 1e-7},
+        ),
+        (
+            "--lr_scheduler polynomial --lr_scheduler_args lr_end=1e-6",
+            {"schedule.type": "polynomial", "schedule.end_lr": 1e-6},
+        ),
+        (
+            "--lr_scheduler piecewise_constant --lr_scheduler_args step_rules='1:10,0.1:20,0.01'",
+            {"schedule.type": "piecewise_constant", "schedule.step_rules": "1:10,0.1:20,0.01"},
+        ),
         ("--lr_decay_steps 20%", {"schedule.decay_steps": 0.2}),
         ("--lr_scheduler_timescale 50", {"schedule.timescale": 50}),
         (
@@ -213,7 +225,7 @@ def test_what_a_line_means(line: str, expected: dict[str, Any]) -> None:
         ("--network_args conv_dim", "is not key=value"),
         ("--lr_warmup_steps 100%", "below 100%"),
         ("--network_module lycoris.kohya", "networks.lora is"),
-        ("--lr_scheduler piecewise_constant", "this schedule is not in this version"),
+        ("--lr_scheduler_args gamma=0.5", "Known in --lr_scheduler_args: step_rules, lr_end."),
         ("--save_model_as ckpt", "only safetensors"),
         ("--report_to wandb", "report.html"),
         ("--save_every_n_epochs 1", "Use --save_every_n_steps."),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from ..config import ScheduleConfig
+from ..config_schedule import parse_step_rules
 
 _TIMESCALE_WITHOUT_WARMUP = 10_000
 
@@ -34,14 +35,19 @@ def schedule_problem(config: ScheduleConfig, total: int) -> str | None:
     return None
 
 
-def learning_rate_factor(config: ScheduleConfig, applied: int, total: int) -> float:
+def learning_rate_factor(config: ScheduleConfig, applied: int, total: int, base_rate: float = 1.0) -> float:
     """Factor on every learning rate for the update that follows `applied` applied steps, of `total` planned ones.
 
-    Equal to transformers' schedules of these names up to `total` (which sd-scripts uses); those fall to 0 or climb
-    again past it, these stay at the value they end with. Two deviations where theirs depends on the rate itself:
-    polynomial ends at `min_lr_ratio` (theirs at the absolute rate 1e-7), and `min_lr_ratio` holds for every schedule.
+    Equal to transformers' and diffusers' schedules of these names up to `total` (which sd-scripts uses); those fall to
+    0 or climb again past it, these stay at the value they end with. `min_lr_ratio` holds for every schedule.
+    `base_rate`: the config's learning rate, for `end_lr`, which is a rate and not a share of one.
     """
     warmup, low = warmup_length(config, total), config.min_lr_ratio
+    if config.type == "piecewise_constant":
+        share = min(1.0, applied / warmup) if warmup else 1.0
+        return max(low, _piece(config, applied, total)) * share
+    if config.type == "polynomial" and config.end_lr is not None and base_rate > 0:
+        low = config.end_lr / base_rate
     if applied < warmup:
         share = applied / max(1, warmup)
         return low + (1.0 - low) * share if config.type == "warmup_stable_decay" else share
@@ -70,6 +76,11 @@ def _decay(config: ScheduleConfig, done: float) -> float:
     if config.type == "cosine_with_restarts":
         return 0.0 if done >= 1.0 else _half_waves(1, (config.cycles * done) % 1.0)
     raise ValueError(f"no schedule is called {config.type!r}")
+
+
+def _piece(config: ScheduleConfig, applied: int, total: int) -> float:
+    rules, last = parse_step_rules(config.step_rules)
+    return next((factor for until, factor in rules if applied < steps_of(until, total)), last)
 
 
 def _half_waves(count: int, done: float) -> float:

@@ -265,6 +265,10 @@ def test_a_schedule_under_schedule_free_is_refused_and_warmup_is_not() -> None:
         ({"type": "warmup_stable_decay", "warmup_steps": 0.6, "decay_steps": 0.5}, "longer than the run"),
         ({"warmup_steps": 100}, "all of them would be warm-up"),
         ({"warmup_steps": 1.5}, "neither whole steps nor a share"),
+        ({"type": "piecewise_constant"}, "schedule.step_rules"),
+        ({"type": "piecewise_constant", "step_rules": "1:10"}, "the last factor has a step"),
+        ({"type": "cosine", "step_rules": "1:10,0.1"}, "has no effect with the schedule cosine"),
+        ({"type": "polynomial", "end_lr": 0.01}, "the rate would rise"),
     ],
 )
 def test_schedules_that_cannot_be(schedule: dict[str, Any], part: str) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainer_core.config import ScheduleConfig
+from trainer_core.config_fields import BadValue
+from trainer_core.config_schedule import parse_step_rules
 from trainer_core.optim import learning_rate_factor, schedule_problem
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "fixtures" / "kohya_golden.json").read_text(encoding="utf-8"))["lr"]
@@ -38,6 +40,60 @@ def test_every_golden_schedule_is_tested() -> None:
 def test_matches_golden(name: str) -> None:
     factors = [learning_rate_factor(CONFIGS[name], applied, 20) for applied in range(20)]
     assert factors == pytest.approx(GOLDEN[name], abs=1e-9)
+
+
+@pytest.mark.parametrize("rate", [1.0, 1e-4, 5e-6])
+def test_polynomial_ends_at_the_rate_of_sd_scripts(rate: float) -> None:
+    """transformers: (rate - end) (1 - done)^power + end, an absolute end of 1e-7 whatever the rate."""
+    config = ScheduleConfig(type="polynomial", warmup_steps=4, power=2.0, end_lr=1e-7)
+    rates = [rate * learning_rate_factor(config, applied, 20, rate) for applied in range(25)]
+    wanted = [rate * applied / 4 for applied in range(4)]
+    wanted += [(rate - 1e-7) * (1 - done / 16) ** 2 + 1e-7 for done in range(16)] + [1e-7] * 5
+    assert rates == pytest.approx(wanted, rel=1e-9)
+    if rate == 1.0:
+        assert rates[:20] == pytest.approx(GOLDEN["polynomial"], abs=1e-9)
+
+
+def test_piecewise_constant_equals_diffusers() -> None:
+    import torch
+    from diffusers.optimization import get_piecewise_constant_schedule
+
+    rules = "1:10,0.1:20,0.01:30,0.005"
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_piecewise_constant_schedule(optimizer, rules)
+    config = ScheduleConfig(type="piecewise_constant", step_rules=rules)
+    for applied in range(40):
+        assert learning_rate_factor(config, applied, 40) == theirs.get_last_lr()[0]
+        optimizer.step()
+        theirs.step()
+
+
+def test_piecewise_constant_with_shares_warmup_and_a_floor() -> None:
+    config = ScheduleConfig(type="piecewise_constant", step_rules="1:0.5, 0.2:0.8, 0.01", warmup_steps=2)
+    factors = [learning_rate_factor(config, applied, 10) for applied in range(12)]
+    assert factors == [0.0, 0.5, 1.0, 1.0, 1.0, 0.2, 0.2, 0.2, 0.01, 0.01, 0.01, 0.01]
+    floor = ScheduleConfig(type="piecewise_constant", step_rules="1:5,0.01", min_lr_ratio=0.1)
+    assert learning_rate_factor(floor, 7, 10) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "'' in '' is no number"),
+        ("1:10", "the last factor has a step"),
+        ("1,0.1", "'1' has no step"),
+        ("1:0,0.1", "neither a whole step nor a share"),
+        ("1:2.5,0.1", "neither a whole step nor a share"),
+        ("1:10,0.5:10,0.1", "two factors"),
+        ("-1:10,0.1", "no number from 0 on"),
+        ("nan:10,0.1", "no number from 0 on"),
+    ],
+)
+def test_step_rules_that_cannot_be_read(text: str, part: str) -> None:
+    with pytest.raises(BadValue) as caught:
+        parse_step_rules(text)
+    assert part in caught.value.why
+    assert "1:500,0.1:900,0.01" in caught.value.fix
 
 
 def test_constant_with_warmup_and_constant_are_one_schedule() -> None:
