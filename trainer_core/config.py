@@ -72,6 +72,9 @@ class LoraConfig:
     network_args: tuple[str, ...] = option(
         (), "arguments of a kohya network module or of PEFT, as key=value", advanced=True
     )
+    sd_scripts_path: str | None = option(
+        None, "sd-scripts checkout that 'networks.*' comes from; unset = SD_SCRIPTS_PATH", advanced=True
+    )
     preset: str = option(
         "default",
         "which layers get adapters",
@@ -238,6 +241,12 @@ class CheckpointConfig:
     keep_last: int = option(3, "checkpoints kept", min=1)
     lora_every_steps: int = option(0, "steps between exported LoRA files; 0 = only at the end and on stop", min=0)
     save_precision: str = option("fp32", "number format of exported LoRA files", choices=("fp32", "fp16", "bf16"))
+    save_format: str = option(
+        "kohya",
+        "names in exported LoRA files: kohya's (every tool reads them), diffusers', ComfyUI's, or a PEFT folder a part",
+        choices=("kohya", "diffusers", "comfyui", "peft"),
+        advanced=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
