@@ -239,6 +239,10 @@ class CheckpointConfig:
     every_steps: int = option(0, "steps between checkpoints; 0 = only at the end and on stop", min=0)
     every_minutes: float = option(10.0, "minutes between checkpoints; 0 = by steps only", min=0.0)
     keep_last: int = option(3, "checkpoints kept", min=1)
+    keep_best: bool = option(True, "save and keep the checkpoint of the lowest validation loss", advanced=True)
+    milestone_every: int = option(
+        0, "keep the first checkpoint at or after every multiple of this many steps; 0 = off", min=0, advanced=True
+    )
     lora_every_steps: int = option(0, "steps between exported LoRA files; 0 = only at the end and on stop", min=0)
     save_precision: str = option("fp32", "number format of exported LoRA files", choices=("fp32", "fp16", "bf16"))
     save_format: str = option(

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import TrainConfig
-from .errors import AdapterError, CheckpointError, ResourceError
+from .errors import AdapterError, ResourceError
 from .events import (
-    CheckpointSaved,
     EventBus,
     LoraSaved,
     PhaseChanged,
@@ -25,6 +24,7 @@ from .events import (
     ValidationFinished,
     Warned,
 )
+from .saving import RunCheckpoints
 
 if TYPE_CHECKING:
     from .checkpoints.store import CheckpointStore, RunState
@@ -66,11 +66,14 @@ class Session:
     trainer: Trainer | None = None
     resumed_from: str | None = None
     validation_history: list[dict[str, Any]] = field(default_factory=list)
-    _last_checkpoint_time: float = field(default_factory=time.monotonic)
-    _last_checkpoint_step: int = -1
-    _last_checkpoint_name: str = ""
+    checkpoints: RunCheckpoints = field(init=False)
     _validated_step: int = -1
     _previewed_step: int = -1
+
+    def __post_init__(self) -> None:
+        self.checkpoints = RunCheckpoints(
+            self.store, self.capture, self.config.checkpoint, self.bus, best_step=self.best_step
+        )
 
     def should_stop(self) -> bool:
         """Polled between micro-batches and inside long loops; blocks while the run is paused."""
@@ -80,47 +83,45 @@ class Session:
     def went_on_from(self, name: str, step: int) -> None:
         """The run was taken up from checkpoint `name` of `step`; that step needs no second checkpoint."""
         self.resumed_from = name
-        self._last_checkpoint_step, self._last_checkpoint_name = step, name
+        self.checkpoints.went_on_from(name, step)
+        if self.validation_history:
+            self._validated_step = int(self.validation_history[-1]["step"])
 
     def before_training(self, step: int) -> None:
-        """Validation and previews of the untrained state; not repeated on resume."""
+        """Validation and previews of the untrained state.
+
+        On resume, what was due after the restored step and is not there: the run may have died between its checkpoint
+        and the rest.
+        """
         if step == 0:
             self.validate(step)
             if self.config.preview.at_start:
                 self.make_previews(step)
+            return
+        if any(self.folder.previews.glob(f"step-{step:08d}-*.png")):
+            self._previewed_step = step
+        self._look_and_export(step, export=not (self.folder.loras / self._lora_name(step)).exists())
 
     def after_step(self, step: int) -> None:
         """Everything that is due after `step`."""
-        config = self.config
         self._answer_commands()
-        if _due(step, config.checkpoint.every_steps) or self._minutes_due():
-            self.save_checkpoint(step)
-        if _due(step, config.checkpoint.lora_every_steps):
+        if self.checkpoints.due(step):
+            self.checkpoints.submit(step)
+        self._look_and_export(step)
+
+    def _look_and_export(self, step: int, *, export: bool = True) -> None:
+        config = self.config
+        if export and _due(step, config.checkpoint.lora_every_steps):
             self.save_lora(step)
         if _due(step, config.validation.every_steps):
             self.validate(step)
         if _due(step, config.preview.every_steps):
             self.make_previews(step)
 
-    def save_checkpoint(self, step: int) -> str | None:
-        """Write a checkpoint; a failed write is said aloud and leaves the older ones and the training going."""
-        if step == self._last_checkpoint_step:
-            return self._last_checkpoint_name
-        self.bus.emit(PhaseChanged(step=step, phase="saving", detail="checkpoint"))
-        started = time.monotonic()
-        try:
-            saved = self.store.save(self.capture(), step)
-        except (OSError, ResourceError, CheckpointError) as error:  # CheckpointError: it read back wrong
-            self._warn(step, "checkpoint", f"The checkpoint of step {step} could not be written: {error}")
-            return None
-        finally:
-            self._last_checkpoint_time = time.monotonic()
-        self._last_checkpoint_step, self._last_checkpoint_name = step, saved.name
-        self.bus.emit(
-            CheckpointSaved(step=step, name=saved.name, bytes=saved.bytes, seconds=time.monotonic() - started)
-        )
-        self.store.prune(self.config.checkpoint.keep_last)
-        return saved.name
+    def best_step(self) -> int | None:
+        """The step of the lowest validation loss so far, the untrained state apart; None before the first."""
+        measured = [entry for entry in self.validation_history if entry["step"] > 0]
+        return int(min(measured, key=lambda entry: entry["mean"])["step"]) if measured else None
 
     def save_lora(self, step: int, path: Path | None = None, *, final: bool = False) -> Path | None:
         """Export the adapter and prove the file.
@@ -130,8 +131,7 @@ class Session:
         Raises:
             AdapterError: the file does not hold what it should, or the final adapter does nothing.
         """
-        name = f"{self.config.run.output_name}-step{step:08d}.safetensors"
-        target = path or self.folder.loras / name
+        target = path or self.folder.loras / self._lora_name(step)
         try:
             exported = self.export(target, step, require_effect=final)
         except (OSError, ResourceError) as error:
@@ -151,6 +151,9 @@ class Session:
             )
         )
         return target
+
+    def _lora_name(self, step: int) -> str:
+        return f"{self.config.run.output_name}-step{step:08d}.safetensors"
 
     def validate(self, step: int) -> ValidationResult | None:
         """Measure the stable validation loss and keep it in the run's history."""
@@ -175,6 +178,8 @@ class Session:
                 seconds=result.seconds,
             )
         )
+        if self.config.checkpoint.keep_best and self.best_step() == step:
+            self.checkpoints.submit(step, verify=True)
         return result
 
     def make_previews(self, step: int) -> None:
@@ -195,7 +200,7 @@ class Session:
         Returns the checkpoint's name and the LoRA's path.
         """
         applied = 0 if self.trainer is None else self.trainer.state.applied
-        checkpoint = self.save_checkpoint(step) if step > 0 else None
+        checkpoint = self.checkpoints.save_now(step) if step > 0 else None
         if applied == 0:
             if status == "finished":
                 raise AdapterError(
@@ -226,6 +231,7 @@ class Session:
         while True:
             for command in self.commands.poll():
                 self._obey(command.cmd)
+            self.checkpoints.poll()
             if not self.commands.paused or self.commands.stop_requested:
                 return
             time.sleep(_PAUSE_POLL_S)
@@ -237,7 +243,7 @@ class Session:
             if self.trainer is None or step == 0:
                 self._warn(step, "command", "There is nothing to save before the first step.")
                 return
-            self.save_checkpoint(step)
+            self.checkpoints.submit(step)
             if self.trainer.state.applied > 0:
                 self.save_lora(step)
         elif cmd == "preview":
@@ -245,10 +251,6 @@ class Session:
                 self._warn(step, "command", "The run has no preview prompts (preview.prompts).")
             self._previewed_step = -1
             self.make_previews(step)
-
-    def _minutes_due(self) -> bool:
-        minutes = self.config.checkpoint.every_minutes
-        return minutes > 0 and time.monotonic() - self._last_checkpoint_time >= minutes * 60
 
     def _warn(self, step: int, topic: str, message: str) -> None:
         log.warning("%s", message)

@@ -30,6 +30,11 @@ class LiveWeights:
         named = [pair for group in optimizer.param_groups for pair in zip(group["names"], group["params"], strict=True)]
         self.ema = Ema(dict(named), self._config.ema_decay) if self._config.ema_decay > 0 else None
 
+    @property
+    def swapped(self) -> bool:
+        """Whether the parameters hold other weights than the trained ones now."""
+        return self._kept is not None
+
     def after_update(self) -> None:
         """To be called once after every applied step."""
         if self.ema is not None:

@@ -31,8 +31,12 @@ def remember_fresh(optimizer: torch.optim.Optimizer) -> None:
     setattr(optimizer, _FRESH, (groups, {k: _copy(v) for k, v in _attributes(optimizer)}))
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, *, copy: bool = True
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """State as tensors by `<entry>/<parameter>` and JSON-safe numbers by the same keys.
+
+    With `copy` the tensors are contiguous copies on the CPU, else the live ones wherever they are.
 
     Group entries stand under `<entry>/group:<label>`, numbers of the optimizer itself under `<name>/optimizer:`, and
     `shapes` and `labels` tell the shape of every parameter and the label of every group.
@@ -40,7 +44,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
     Raises:
         CheckpointError: an entry is neither a tensor nor plain data.
     """
-    writer = _Writer()
+    writer = _Writer(copy)
     shapes: dict[str, list[int]] = {}
     for name, parameter in _named(optimizer):
         shapes[name] = list(parameter.shape)
@@ -140,7 +144,8 @@ def _shape_differences(
 class _Writer:
     """Sorts values into tensors and JSON."""
 
-    def __init__(self) -> None:
+    def __init__(self, copy: bool) -> None:
+        self._copy = copy
         self.tensors: dict[str, torch.Tensor] = {}
         self.numbers: dict[str, Any] = {}
 
@@ -151,7 +156,8 @@ class _Writer:
             self.numbers[key] = self._plain(key, value)
 
     def _tensor(self, key: str, value: torch.Tensor) -> None:
-        self.tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+        value = value.detach()
+        self.tensors[key] = value.to("cpu", copy=True).contiguous() if self._copy else value
 
     def _plain(self, key: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
