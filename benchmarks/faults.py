@@ -282,6 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--per-run", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop after this long; the next call goes on")
     parser.add_argument("--spawn", action="store_true", help="start the real worker for every attempt")
     parser.add_argument("--fresh", action="store_true", help="forget kept results")
     parser.add_argument("--smoke", action="store_true", help="4 kills, nothing kept")
@@ -291,6 +292,7 @@ def main() -> None:
     kills = [] if arguments.smoke or arguments.fresh or not kept.exists() else read_kept(kept)
     if arguments.fresh:
         kept.unlink(missing_ok=True)
+    begun = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="safe-scaler-faults-"))
     model, pictures = prepare(folder)
     whole = create_run(config_for(model, pictures, folder / "whole")).path
@@ -300,7 +302,7 @@ def main() -> None:
     if not status.startswith("finished"):
         raise RuntimeError(f"the unbroken run ended as {status}; see {whole}")
     print(f"unbroken run: {typical:.1f} s, {len(record_of(whole))} steps")
-    while len(kills) < wanted:
+    while len(kills) < wanted and not (arguments.minutes and time.perf_counter() - begun > arguments.minutes * 60):
         first = max((kill.number for kill in kills), default=-1) + 1
         numbers = list(range(first, first + min(arguments.per_run, wanted - len(kills))))
         new = campaign(folder, numbers, whole, typical, arguments.spawn)
