@@ -22,6 +22,7 @@ from PIL import Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError
 
 from ..errors import DatasetError
 from .locations import file_of, hash_bytes, hash_location, read_location, shown_name, size_of
+from .looks_like import NO_JXL_DECODER, is_jxl, what_it_is
 
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "DIB", "GIF", "TIFF", "AVIF", "JXL")
 ENDINGS = (
@@ -73,6 +74,10 @@ class PictureError(Exception):
     """A picture that cannot be trained; the text is the reason without the file's name."""
 
 
+class DecoderMissing(PictureError):
+    """A picture of a format whose decoder is not installed: the reason may be another one at the next start."""
+
+
 @dataclass(frozen=True, slots=True)
 class PictureFacts:
     """What a full decode of one file found. `size` is (width, height) upright; `reason` is set when it is unusable."""
@@ -115,6 +120,8 @@ def examine_picture(location: str | Path, background: tuple[int, int, int] = (25
                 return PictureFacts(content_hash, (0, 0), reason="empty file (0 bytes)")
             source = BytesIO(data)
         pixels, facts = _decode(source, background)
+    except DecoderMissing as error:
+        return PictureFacts("", (0, 0), reason=str(error))  # without a hash it is not remembered
     except PictureError as error:
         return PictureFacts(content_hash, (0, 0), reason=str(error))
     except FileNotFoundError:
@@ -174,35 +181,43 @@ class _Opened:
 
 def _decode(source: Path | BytesIO, background: tuple[int, int, int]) -> tuple[np.ndarray, _Opened]:
     """Pixels of the first frame; PictureError with a plain reason when there are none."""
-    with _quiet_pillow():
+    with _quiet_pillow(), _open(source) as image:
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            raise PictureError(f"too many pixels: {width}x{height}, the limit is {MAX_PIXELS}")
+        if width == 0 or height == 0:
+            raise PictureError(f"damaged: the header claims a size of {width}x{height}")
         try:
-            image = Image.open(source, formats=[name for name in FORMATS if name in _known_formats()])
-        except UnidentifiedImageError:
-            raise PictureError(_what_it_is(source)) from None
-        except Image.DecompressionBombError as error:
-            raise PictureError(f"too many pixels: {error}") from None
-        except (FileNotFoundError, PermissionError):
+            notes = _frame_notes(image)
+            image.load()
+            if image.format == "PNG":
+                _check_png_chunks(source)
+            upright, note = _upright(image)
+            pixels = _to_rgb(upright, background)
+        except PictureError:
             raise
         except DECODE_ERRORS as error:
-            raise PictureError(f"damaged: the header cannot be read ({_words(error)})") from error
-        with image:
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise PictureError(f"too many pixels: {width}x{height}, the limit is {MAX_PIXELS}")
-            if width == 0 or height == 0:
-                raise PictureError(f"damaged: the header claims a size of {width}x{height}")
-            try:
-                notes = _frame_notes(image)
-                image.load()
-                if image.format == "PNG":
-                    _check_png_chunks(source)
-                upright, note = _upright(image)
-                pixels = _to_rgb(upright, background)
-            except PictureError:
-                raise
-            except DECODE_ERRORS as error:
-                raise PictureError(f"truncated or damaged: {_words(error)}") from error
-            return pixels, _Opened(image.format or "", (*notes, *note))
+            raise PictureError(f"truncated or damaged: {_words(error)}") from error
+        return pixels, _Opened(image.format or "", (*notes, *note))
+
+
+def _open(source: Path | BytesIO) -> Image.Image:
+    """The picture with its header read. OSError when the file is not there or may not be read."""
+    try:
+        return Image.open(source, formats=[name for name in FORMATS if name in _known_formats()])
+    except UnidentifiedImageError:
+        head = _head(source)
+        if is_jxl(head) and "JXL" not in Image.OPEN:
+            raise DecoderMissing(NO_JXL_DECODER) from None
+        raise PictureError(what_it_is(head)) from None
+    except Image.DecompressionBombError as error:
+        raise PictureError(f"too many pixels: {error}") from None
+    except (FileNotFoundError, PermissionError):
+        raise
+    except DECODE_ERRORS as error:
+        if is_jxl(_head(source)):  # its decoder reads everything at once and speaks to its own programmers
+            raise PictureError("truncated or damaged: its JPEG XL data cannot be decoded") from error
+        raise PictureError(f"damaged: the header cannot be read ({_words(error)})") from error
 
 
 @contextmanager
@@ -223,6 +238,14 @@ def _known_formats() -> Mapping[str, object]:
     if "JXL" not in Image.OPEN:
         _try_jxl_plugin()
     return Image.OPEN
+
+
+def _head(source: Path | BytesIO) -> bytes:
+    """The first 64 bytes."""
+    if isinstance(source, BytesIO):
+        return source.getvalue()[:64]
+    with source.open("rb") as stream:
+        return stream.read(64)
 
 
 _jxl_tried = False
@@ -317,54 +340,6 @@ def _check_png_chunks(source: Path | BytesIO) -> None:
         if kind == b"IEND":
             return
     raise PictureError(f"truncated: the file stops at byte {len(data)} before the end of the picture")
-
-
-_LOOKS_LIKE: tuple[tuple[bytes, str], ...] = (
-    (b"<!doctype", "a web page"),
-    (b"<html", "a web page"),
-    (b"<svg", "an SVG drawing"),
-    (b"<?xml", "XML text"),
-    (b"version https://git-lfs", "a Git LFS pointer: fetch the real file with 'git lfs pull'"),
-    (b"%pdf", "a PDF document"),
-    (b"%!ps", "a PostScript file"),
-    (b"8bps", "a Photoshop file"),
-    (b"pk\x03\x04", "a zip archive"),
-    (b"\xff\x0a", "JPEG XL: install the package pillow-jxl-plugin"),
-    (b"\x00\x00\x00\x0cjxl ", "JPEG XL: install the package pillow-jxl-plugin"),
-)
-
-
-_PICTURE_MARKS: tuple[tuple[bytes, str], ...] = (
-    (b"\x89PNG", "PNG"),
-    (b"\xff\xd8\xff", "JPEG"),
-    (b"GIF8", "GIF"),
-    (b"BM", "BMP"),
-    (b"RIFF", "WebP"),
-    (b"II*\0", "TIFF"),
-    (b"MM\0*", "TIFF"),
-    (b"\0\0\0\x20ftypavi", "AVIF"),
-    (b"\0\0\0\x1cftypavi", "AVIF"),
-)
-
-
-def _what_it_is(source: Path | BytesIO) -> str:
-    """Reason for a file that no decoder knows, with what its first bytes look like."""
-    if isinstance(source, BytesIO):
-        head = source.getvalue()[:64]
-    else:
-        with source.open("rb") as stream:
-            head = stream.read(64)
-    start = head.lstrip().lower()
-    known = next((name for mark, name in _LOOKS_LIKE if start.startswith(mark)), "")
-    if head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"mif1", b"hevc"):
-        known = "HEIC: save it as JPEG or PNG"
-    broken = next((name for mark, name in _PICTURE_MARKS if head.startswith(mark)), None)
-    if broken and not known:
-        return f"damaged: it starts as a {broken} picture but cannot be read"
-    if not known:
-        known = "zero bytes only" if head and not head.strip(b"\0") else f"its first bytes are {head[:8].hex(' ')}"
-        return f"not an image in a format that is read here, or damaged from its start ({known})"
-    return f"not an image: the content looks like {known}"
 
 
 def _missing_reason(path: Path) -> str:

@@ -278,7 +278,7 @@ def test_kind_resume_state_a_new_attempt_draws_anew_and_keeps_the_pictures(
     """After a rollback (attempt + 1) flips and caption choices differ; which pictures a batch holds does not."""
     for index in range(9):
         write(tmp_path / "set", f"{index}.png", png(70, 100, (index, 0, 0)))  # mirrored = other size values
-        write(tmp_path / "set", f"{index}.txt", "a, b, c, d, e, f".encode())
+        write(tmp_path / "set", f"{index}.txt", b"a, b, c, d, e, f")
     report = scan(tmp_path / "set", flip=True, shuffle_caption=True)
     loader = loader_for(report, vae, tmp_path / "cache", flip=True)
 

@@ -112,6 +112,55 @@ def test_kind_image_decode_says_what_a_foreign_file_is(tmp_path: Path, scan: Sca
     assert [item.file for item in report.items] == ["good.png"]
 
 
+JXL_START = b"\xff\x0a"
+NO_JXL = "the plugin pillow-jxl-plugin is not installed (pip install pillow-jxl-plugin)"
+
+
+def test_kind_image_decode_jpeg_xl_without_its_plugin_says_what_to_install(
+    tmp_path: Path, scan: Scan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_core.data.decode._try_jxl_plugin", lambda: None)
+    Image.init()
+    monkeypatch.setattr(Image, "OPEN", {name: opener for name, opener in Image.OPEN.items() if name != "JXL"})
+    folder = tmp_path / "set"
+    for name, data in (("bare.jxl", JXL_START + bytes(40)), ("boxed.png", b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(40))):
+        os.utime(write(folder, name, data), (1e9, 1e9))
+    write(folder, "good.png", png())
+    report = scan(folder)
+    assert [item.file for item in report.items] == ["good.png"]
+    reason = "a JPEG XL picture, and no decoder is installed for these: pip install pillow-jxl-plugin"
+    assert report.refused == (("bare.jxl", reason), ("boxed.png", reason))
+    assert examine_picture(folder / "bare.jxl").content_hash == ""  # so it is looked at again when the plugin is there
+
+
+def test_kind_image_decode_jpeg_xl_with_its_plugin(generator: Any, tmp_path: Path, scan: Scan) -> None:
+    pytest.importorskip("pillow_jxl", reason=NO_JXL)
+    folder = tmp_path / "set"
+    noise = np.random.default_rng(0).integers(0, 256, (72, 48, 3), dtype=np.uint8)
+    clear = np.dstack([noise, np.zeros((72, 48), np.uint8)])
+    deep = (np.arange(64 * 64).reshape(64, 64) * 16).astype(np.uint16)
+    files = {
+        "plain.jxl": generator.enc(Image.fromarray(noise), "JXL", lossless=True),
+        "ending.png": generator.enc(Image.fromarray(noise), "JXL", quality=90),
+        "clear.jxl": generator.enc(Image.fromarray(clear), "JXL", lossless=True),
+        "deep.jxl": generator.enc(Image.fromarray(deep), "JXL", lossless=True),
+    }
+    files["cut.jxl"] = files["plain.jxl"][: len(files["plain.jxl"]) // 2]
+    for name, data in files.items():
+        write(folder, name, data)
+    report = scan(folder)
+    assert [(item.file, item.upright_size) for item in report.items] == [
+        ("clear.jxl", (48, 72)),
+        ("deep.jxl", (64, 64)),
+        ("ending.png", (48, 72)),
+        ("plain.jxl", (48, 72)),
+    ]
+    assert report.refused == (("cut.jxl", "truncated or damaged: its JPEG XL data cannot be decoded"),)
+    assert np.array_equal(decode_picture(folder / "plain.jxl"), noise)
+    assert (decode_picture(folder / "clear.jxl") == 255).all()
+    assert np.unique(decode_picture(folder / "deep.jxl")).size >= 200
+
+
 # ------------------------------------------------------------------ damaged-file
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"])
 @pytest.mark.parametrize("share", [0.4, 0.9])
