@@ -43,9 +43,7 @@ class Batch:
 class BatchLoader:
     """Loads micro-batches of a plan; flips and caption choices are keyed by (seed, attempt, epoch, sample)."""
 
-    def __init__(
-        self, plan: BatchPlan, latents: LatentCache, texts: TextCache | None, dataset: DatasetConfig
-    ) -> None:
+    def __init__(self, plan: BatchPlan, latents: LatentCache, texts: TextCache | None, dataset: DatasetConfig) -> None:
         self.plan = plan
         self.latents = latents
         self.texts = texts
@@ -72,9 +70,7 @@ class BatchLoader:
         for item, ref in zip(items, refs, strict=True):
             flipped = item.spec.flip and bool(draws.uniform(epoch, ref.key, "flip") < 0.5)
             entries.append(self.latents.load(item, flipped))
-            captions.append(
-                process_caption(item.caption, item.rules, caption_stream(draws, epoch, ref.key), moment)
-            )
+            captions.append(process_caption(item.caption, item.rules, caption_stream(draws, epoch, ref.key), moment))
         return _batch(items, entries, captions, [ref.key for ref in refs], self.texts)
 
     @staticmethod
