@@ -20,6 +20,7 @@ from .config_fields import FIELDS, FieldSpec, allowed, did_you_mean
 from .config_rules_training import TRAINING_RULES, training_advice
 from .errors import Problem
 
+_UNDECODED = re.compile("[\ud800-\udfff]")  # how Python carries bytes of a path or an argument that it could not read
 _WINDOWS_FORBIDDEN = '<>:"/\\|?*'
 _WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{name}{n}" for name in ("com", "lpt") for n in range(1, 10))}
 _PART_NAMES = {"unet": "the UNet", "te1": "text encoder 1", "te2": "text encoder 2"}
@@ -54,6 +55,10 @@ def field_problem(spec: FieldSpec, value: Any) -> Problem | None:
     """What is wrong with one value by itself: not a number, outside its range, or not among its choices."""
     if value is None:
         return None
+    texts = value if isinstance(value, tuple) else (value,)
+    if any(isinstance(text, str) and _UNDECODED.search(text) for text in texts):
+        why = "holds bytes that are no text in this system's encoding"
+        return Problem(spec.key, value, why, "Rename it, or set the environment variable PYTHONUTF8=1.")
     if spec.choices and value not in spec.choices:
         names = [str(choice) for choice in spec.choices]
         return Problem(
@@ -274,23 +279,24 @@ def _same_folder(one: str, other: str) -> bool:
 _LONGEST_NAME = 100  # encrypted file systems allow 143 bytes; "-step00000500.safetensors" and "-2" come on top
 
 
+def _folder_to_write(key: str, folder: str) -> Found:
+    """A folder that is there or can be made, and written as far as permissions tell."""
+    path = Path(folder).expanduser().absolute()
+    existing = next((p for p in (path, *path.parents) if p.exists()), None)
+    if existing is not None and not existing.is_dir():
+        yield Problem(key, folder, f"{existing} is a file", "Give a folder.")
+    elif existing is not None and not os.access(existing, os.W_OK):
+        yield Problem(key, folder, f"{existing} cannot be written", "Give a folder of your own.")
+
+
 def _output(config: TrainConfig) -> Found:
     folder, name = config.run.output_dir, config.run.output_name
     if not folder:
         yield Problem("run.output_dir", folder, "no output folder is given", "Write output, or any folder.")
     else:
-        existing = next(
-            (
-                p
-                for p in (Path(folder).expanduser().absolute(), *Path(folder).expanduser().absolute().parents)
-                if p.exists()
-            ),
-            None,
-        )
-        if existing is not None and not existing.is_dir():
-            yield Problem("run.output_dir", folder, f"{existing} is a file", "Give a folder.")
-        elif existing is not None and not os.access(existing, os.W_OK):
-            yield Problem("run.output_dir", folder, f"{existing} cannot be written", "Give a folder of your own.")
+        yield from _folder_to_write("run.output_dir", folder)
+    if config.dataset.cache_dir:
+        yield from _folder_to_write("dataset.cache_dir", config.dataset.cache_dir)
     bad = sorted({c for c in name if c in _WINDOWS_FORBIDDEN or ord(c) < 32})
     if not name.strip(" ."):
         yield Problem("run.output_name", name, "is empty", "Write a name, such as my_lora.")

@@ -55,6 +55,8 @@ ONE_PROBLEM: list[tuple[dict[str, Any], str, str]] = [
     ({"dataset.resolution": (-512, 512)}, "dataset.resolution", "cannot be 0 or negative"),
     ({"dataset.resolution": (510, 512)}, "dataset.resolution", "The nearest to 510 is 512"),
     ({"preview.width": 100}, "preview.width", "multiple of 8"),
+    ({"run.output_name": "caf\udce9"}, "run.output_name", "no text in this system's encoding"),
+    ({"preview.prompts": ("a", "caf\udce9")}, "preview.prompts", "no text in this system's encoding"),
     # what is trained
     ({"optimizer.learning_rate": 0.0}, "optimizer.learning_rate", "nothing would be learnt"),
     ({"optimizer.unet_lr": 0.0}, "optimizer.unet_lr", "no part is trained"),
