@@ -31,6 +31,12 @@ def input_folder() -> Path:
     return Path(folder_paths.get_input_directory())
 
 
+def resolve_input(name: str) -> Path:
+    """A path a user typed; a relative one starts in ComfyUI's input folder."""
+    path = Path(name).expanduser()
+    return path if path.is_absolute() else input_folder() / path
+
+
 def file_names(kind: str) -> list[str]:
     """Files of a model kind (checkpoints, vae, loras) as ComfyUI's own lists show them."""
     import folder_paths
@@ -44,6 +50,15 @@ def full_path(kind: str, name: str) -> Path | None:
 
     found = folder_paths.get_full_path(kind, name)
     return None if found is None else Path(found)
+
+
+def file_stamp(kind: str, name: str) -> str:
+    """Something that changes when the file behind `name` does; the name itself where there is no file."""
+    path = full_path(kind, name)
+    if path is None:
+        return name
+    found = path.stat()
+    return f"{name} {found.st_mtime_ns} {found.st_size}"
 
 
 def loras_folder() -> Path:
@@ -88,6 +103,22 @@ def prompt_server() -> Any:
     from server import PromptServer
 
     return getattr(PromptServer, "instance", None)
+
+
+def nothing() -> Any:
+    """An output without a value: nodes behind it do not run, and the rest of the graph does."""
+    from comfy_execution.graph_utils import ExecutionBlocker
+
+    return ExecutionBlocker(None)
+
+
+def devices() -> list[str]:
+    """Devices a run can be put on, as `run.device` names them."""
+    import torch
+
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    mps = getattr(torch.backends, "mps", None)
+    return [*gpus, *(["mps"] if mps is not None and mps.is_available() else []), "cpu"]
 
 
 def free_models() -> None:

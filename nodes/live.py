@@ -1,9 +1,9 @@
 """Runs that ComfyUI follows at this moment: what they say (`subscribe`) and what can be asked of them (`LiveRun.send`).
 
-One registry a ComfyUI process. A node enters its run (`following`) for as long as it waits for the worker; whoever shows
-runs (the relay to browsers, the HTTP API) looks at `live_runs()` and subscribes. Threads: a node's thread publishes, the
-server's event-loop thread looks and sends; every function here may be called from any thread. `LiveRun.send` waits for
-the worker's answer, so call it with `asyncio.to_thread` from an HTTP handler.
+One registry a ComfyUI process. A node enters its run (`following`) for as long as it waits for the worker; whoever
+shows runs (the relay to browsers, the HTTP API) looks at `live_runs()` and subscribes. Threads: a node's thread
+publishes, the server's event-loop thread looks and sends; every function here may be called from any thread.
+`LiveRun.send` waits for the worker's answer, so call it with `asyncio.to_thread` from an HTTP handler.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LiveRun:
         return tuple(node for node in (self.node_id, self.monitor_node_id) if node)
 
     def send(self, cmd: str, args: Mapping[str, Any] | None = None, *, timeout: float = 2.0) -> Ack:
-        """Ask the worker to `stop`, `save`, `preview`, `pause` or `resume`; waits up to `timeout` seconds for its answer.
+        """Ask the worker to `stop`, `save`, `preview`, `pause` or `resume`; waits `timeout` seconds for its answer.
 
         The commands take no arguments yet; any that are given are refused. Never raises.
         """

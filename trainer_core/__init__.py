@@ -26,31 +26,50 @@ __version__ = "0.1.0"
 _LATER = {
     "COMMANDS": "runs.protocol",
     "FIELDS": "config_fields",
+    "MEMORY_SIZES": "recipes",
     "PANEL_HEARTBEAT_S": "panel.api",
     "PANEL_MAX_BODY": "panel.exchange",
     "PANEL_PREFIX": "panel.api",
+    "PURPOSES": "recipes",
     "PanelApi": "panel.api",
     "PanelRequest": "panel.exchange",
     "RunFolder": "runs.folder",
     "RunInfo": "runs.registry",
     "RunOutcome": "runs.supervisor",
+    "StopRequested": "data.records",
     "Supervisor": "runs.supervisor",
     "TrainConfig": "config",
     "change_run": "prepare",
+    "chart_pictures": "diagnostics.chart_pictures",
+    "check_vae": "models.inspection",
     "config_hash": "runs.registry",
     "create_run": "prepare",
     "describe_run": "runs.registry",
+    "examine_dataset": "data.scan",
     "find_unfinished": "runs.registry",
     "free_name": "runs.folder",
     "from_dict": "config_io",
+    "inspect_model": "models.inspection",
     "list_runs": "runs.registry",
     "load_config": "config_io",
+    "lora_files": "resume_choices",
+    "lora_of_step": "resume_choices",
+    "memory_settings": "recipes",
     "newest_good": "checkpoints.manifest",
     "open_readonly": "runs.record",
+    "problem_groups": "diagnostics.report_text",
+    "purpose_settings": "recipes",
+    "read_lines": "config_lines",
+    "read_run": "diagnostics.report_data",
+    "refusal": "resume_rules",
+    "resume_differences": "resume_choices",
     "scan_checkpoints": "checkpoints.manifest",
     "setting_differences": "resume_rules",
+    "summary_sentences": "diagnostics.report_text",
     "to_dict": "config_io",
+    "with_settings": "config_io",
     "write_report": "diagnostics.report",
+    "write_teaching_set": "toy.demo_data",
 }
 """Names that are imported when they are asked for, and the module that holds each."""
 
@@ -71,7 +90,17 @@ if TYPE_CHECKING:
     from .config_io import from_dict as from_dict
     from .config_io import load_config as load_config
     from .config_io import to_dict as to_dict
+    from .config_io import with_settings as with_settings
+    from .config_lines import read_lines as read_lines
+    from .data.records import StopRequested as StopRequested
+    from .data.scan import examine_dataset as examine_dataset
+    from .diagnostics.chart_pictures import chart_pictures as chart_pictures
     from .diagnostics.report import write_report as write_report
+    from .diagnostics.report_data import read_run as read_run
+    from .diagnostics.report_text import problem_groups as problem_groups
+    from .diagnostics.report_text import summary_sentences as summary_sentences
+    from .models.inspection import check_vae as check_vae
+    from .models.inspection import inspect_model as inspect_model
     from .panel.api import HEARTBEAT_S as PANEL_HEARTBEAT_S
     from .panel.api import PREFIX as PANEL_PREFIX
     from .panel.api import PanelApi as PanelApi
@@ -79,6 +108,14 @@ if TYPE_CHECKING:
     from .panel.exchange import Request as PanelRequest
     from .prepare import change_run as change_run
     from .prepare import create_run as create_run
+    from .recipes import MEMORY_SIZES as MEMORY_SIZES
+    from .recipes import PURPOSES as PURPOSES
+    from .recipes import memory_settings as memory_settings
+    from .recipes import purpose_settings as purpose_settings
+    from .resume_choices import lora_files as lora_files
+    from .resume_choices import lora_of_step as lora_of_step
+    from .resume_choices import resume_differences as resume_differences
+    from .resume_rules import refusal as refusal
     from .resume_rules import setting_differences as setting_differences
     from .runs.folder import RunFolder as RunFolder
     from .runs.folder import free_name as free_name
@@ -91,6 +128,7 @@ if TYPE_CHECKING:
     from .runs.registry import list_runs as list_runs
     from .runs.supervisor import RunOutcome as RunOutcome
     from .runs.supervisor import Supervisor as Supervisor
+    from .toy.demo_data import write_teaching_set as write_teaching_set
 
 
 def __getattr__(name: str) -> Any:

@@ -98,7 +98,7 @@ def _with_final_name(folder: RunFolder, stored: dict[str, Any]) -> dict[str, Any
     if newest_good(folder.checkpoints) is not None:
         return stored
     final = Path(stored["final_lora"])
-    name = stored["config"]["run"]["output_name"]
+    name = stored.get("lora_stem") or stored["config"]["run"]["output_name"]
     free = free_name(final.parent, name, final.suffix, owner=folder.path)
     if free != final:
         stored = {**stored, "final_lora": str(free.resolve())}

@@ -27,11 +27,13 @@ def create_run(
     notes: list[str] | None = None,
     *,
     lora_dir: Path | None = None,
+    lora_stem: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> RunFolder:
     """Check the config, make the run folder and write the frozen config into it. No model is loaded.
 
-    An unset seed is drawn here, once, and stored. `lora_dir`: folder of the final LoRA; unset = the output folder.
+    An unset seed is drawn here, once, and stored. `lora_dir`, `lora_stem`: folder and name of the final LoRA; unset =
+    the output folder and `run.output_name`.
     `extra`: what a host keeps with the run, beside the config (it is no part of the config's hash).
 
     Raises:
@@ -45,7 +47,8 @@ def create_run(
     run_id = new_run_id(datetime.now(timezone.utc))
     folder = RunFolder.create(output_dir, run_id)
     plain = to_dict(config)
-    final = free_name(lora_dir or output_dir, config.run.output_name, ".safetensors", owner=folder.path)
+    stem = lora_stem or config.run.output_name
+    final = free_name(lora_dir or output_dir, stem, ".safetensors", owner=folder.path)
     folder.write_config(
         {
             **(extra or {}),
@@ -53,6 +56,7 @@ def create_run(
             "config": plain,
             "config_hash": asked,
             "final_lora": str(final.resolve()),
+            "lora_stem": stem,
             "notes": list(notes or []),
             "created": time.time(),
         }

@@ -49,7 +49,7 @@ def chart_html(chart: Chart) -> str:
     series = [line for line in chart.series if line.points]
     if not series:
         return ""
-    frame = _Frame.around(chart, series)
+    frame = Frame.around(chart, series)
     parts = [*_grid(frame), *_marks(chart, frame), *_limit(chart, frame)]
     parts += [_line(line, frame) for line in series]
     note = _cut_note(series, frame)
@@ -62,7 +62,7 @@ def chart_html(chart: Chart) -> str:
 
 
 @dataclass(frozen=True)
-class _Frame:
+class Frame:
     """The value range of a chart and its mapping to the drawing."""
 
     x_low: float
@@ -72,7 +72,7 @@ class _Frame:
     log_scale: bool
 
     @classmethod
-    def around(cls, chart: Chart, series: Sequence[Series]) -> _Frame:
+    def around(cls, chart: Chart, series: Sequence[Series]) -> Frame:
         steps = [x for line in series for x, _ in line.points]
         leading = [line for line in series if line.name == chart.fit_to]
         values = _core_values(series, leading)
@@ -138,7 +138,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _grid(frame: _Frame) -> list[str]:
+def _grid(frame: Frame) -> list[str]:
     if frame.log_scale:
         decades = range(round(math.log10(frame.y_low)), round(math.log10(frame.y_high)) + 1)
         stride = max(1, math.ceil(len(decades) / 6))
@@ -160,7 +160,7 @@ def _grid(frame: _Frame) -> list[str]:
     return parts
 
 
-def _line(line: Series, frame: _Frame) -> str:
+def _line(line: Series, frame: Frame) -> str:
     points = [(frame.x(x), frame.y(y)) for x, y in thin_out(line.points)]
     if len(points) == 1:
         return f'<circle class="dot {line.style}" cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="4"/>'
@@ -168,7 +168,7 @@ def _line(line: Series, frame: _Frame) -> str:
     return f'<polyline class="line {line.style}" points="{path}"/>'
 
 
-def _marks(chart: Chart, frame: _Frame) -> list[str]:
+def _marks(chart: Chart, frame: Frame) -> list[str]:
     base = _HEIGHT - _BOTTOM
     shown = [step for step in chart.marks if frame.x_low <= step <= frame.x_high]
     return [
@@ -177,14 +177,14 @@ def _marks(chart: Chart, frame: _Frame) -> list[str]:
     ]
 
 
-def _limit(chart: Chart, frame: _Frame) -> list[str]:
+def _limit(chart: Chart, frame: Frame) -> list[str]:
     if chart.limit is None or not frame.y_low <= chart.limit <= frame.y_high:
         return []
     y = frame.y(chart.limit)
     return [f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>']
 
 
-def _legend(chart: Chart, series: Sequence[Series], frame: _Frame) -> str:
+def _legend(chart: Chart, series: Sequence[Series], frame: Frame) -> str:
     named = [(line.style, line.name) for line in series if line.in_legend]
     if _limit(chart, frame):
         named.append(("limit", chart.limit_name))
@@ -208,7 +208,7 @@ def _spoken(chart: Chart, series: Sequence[Series]) -> str:
     return f"{chart.title}: {'; '.join(said)}."
 
 
-def _cut_note(series: Sequence[Series], frame: _Frame) -> str:
+def _cut_note(series: Sequence[Series], frame: Frame) -> str:
     slack = 1e-9 * max(abs(frame.y_high), abs(frame.y_low))
     cut = sum(1 for line in series for _, y in line.points if y > frame.y_high + slack or y < frame.y_low - slack)
     if not cut:

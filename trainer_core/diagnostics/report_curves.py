@@ -11,9 +11,14 @@ _PART_NAMES = {"unet": "UNet", "te1": "text encoder 1", "te2": "text encoder 2"}
 
 def curves_html(data: ReportData) -> str:
     """All charts that have something to show, as one block; empty before the first step."""
-    charts = [_loss(data), _validation(data), _grad_norm(data), _learning_rate(data), _loss_scale(data)]
-    drawn = "".join(chart_html(chart) for chart in charts if chart is not None)
+    drawn = "".join(chart_html(chart) for chart in charts(data))
     return f'<div class="charts">{drawn}</div>' if drawn else ""
+
+
+def charts(data: ReportData) -> list[Chart]:
+    """Every chart of a run, in the order of the report; one without points draws as nothing."""
+    found = [_loss(data), _validation(data), _grad_norm(data), _learning_rate(data), _loss_scale(data)]
+    return [chart for chart in found if chart is not None]
 
 
 def _points(rows: list[Row], name: str) -> list[tuple[float, float]]:

@@ -1,0 +1,91 @@
+"""Which run a Train node works on: a new one, the interrupted one of the same settings, or one that was asked for."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import trainer_core as core
+from . import host
+from .handles import CheckpointHandle
+
+CONTINUE, NEW = "continue", "new run"
+
+
+@dataclass(frozen=True)
+class ChosenRun:
+    """The folder to work on. `note` says in words what was chosen, when it is not simply a new run."""
+
+    folder: core.RunFolder
+    note: str = ""
+
+
+def choose_run(
+    config: core.TrainConfig, notes: list[str], extra: dict[str, Any], start: str, resume: CheckpointHandle | None
+) -> ChosenRun:
+    """`extra`: what is stored beside the config (data digest, workflow).
+
+    Raises:
+        ConfigError: a problem of the settings.
+        CheckpointError: what the Resume node asks for does not fit the settings; each difference by name.
+    """
+    if start == NEW:
+        note = "The linked checkpoint is not used, because start is 'new run'." if resume is not None else ""
+        return ChosenRun(_create(config, [*notes, note] if note else notes, extra), note)
+    if resume is not None:
+        return _from_checkpoint(config, notes, extra, resume)
+    found = core.find_unfinished(host.output_folder(), core.config_hash(core.to_dict(config)))
+    if found is None:
+        return ChosenRun(_create(config, notes, extra))
+    if found.folder.read_config().get("data_digest") != extra.get("data_digest"):
+        note = f"Run {found.run_id} of the same settings is not continued: pictures or captions have changed since."
+        return ChosenRun(_create(config, [*notes, note], extra), note)
+    note = f"Continued run {found.run_id} from step {found.step}. Set start to 'new run' to train afresh."
+    return ChosenRun(found.folder, note)
+
+
+def _from_checkpoint(
+    config: core.TrainConfig, notes: list[str], extra: dict[str, Any], resume: CheckpointHandle
+) -> ChosenRun:
+    source = core.RunFolder(resume.run_dir)
+    if resume.mode == "warm start":
+        lora = core.lora_of_step(source, resume.step)
+        config = core.with_settings(config, {"lora.weights": str(lora)})
+        note = f"Warm start from {lora.name} of run {source.run_id}: new optimizer, new schedule, step 0."
+        return ChosenRun(_create(config, [*notes, note], extra), note)
+    bound, _ = core.resume_differences(source, resume.checkpoint, config)
+    if bound:
+        raise core.refusal(resume.checkpoint, bound)
+    newest = core.newest_good(source.checkpoints)
+    in_place = newest is not None and newest.name == resume.checkpoint and core.describe_run(source).state != "finished"
+    if in_place:
+        core.change_run(source.path, lambda _: config)
+        note = f"Exact resume of run {source.run_id} from {resume.checkpoint}."
+        return ChosenRun(source, note)
+    note = f"Exact resume from {resume.checkpoint} of run {source.run_id}, in a new run; the old one stays as it is."
+    folder = _create(config, [*notes, note], extra)
+    shutil.copytree(source.checkpoints / resume.checkpoint, folder.checkpoints / resume.checkpoint)
+    return ChosenRun(folder, note)
+
+
+def _create(config: core.TrainConfig, notes: list[str], extra: dict[str, Any]) -> core.RunFolder:
+    return core.create_run(
+        config,
+        notes,
+        lora_dir=host.loras_folder(),
+        lora_stem=free_stem(config.run.output_name, host.loras_folder()),
+        extra=extra,
+    )
+
+
+def free_stem(stem: str, own: Path) -> str:
+    """`stem`, or `stem-2` ..., so that no other LoRA folder of ComfyUI holds a file that would be found first."""
+    number = 1
+    while True:
+        name = stem if number == 1 else f"{stem}-{number}"
+        found = host.full_path("loras", f"{name}.safetensors")
+        if found is None or found.resolve().parent == own.resolve():
+            return name
+        number += 1

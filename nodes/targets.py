@@ -1,0 +1,100 @@
+"""Configure LoRA Targets: which layers get adapters, how big they are, and how fast each part learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .boundary import contained
+from .handles import TARGETS, TargetsHandle
+from .widgets import Declaration, setting, text
+
+AS_MAIN = -1.0
+"""A rate of a part that follows the main learning rate."""
+
+_PLAIN = {
+    "layers": "lora.preset",
+    "conv_rank": "lora.conv_rank",
+    "dropout": "lora.dropout",
+    "rank_dropout": "lora.rank_dropout",
+    "module_dropout": "lora.module_dropout",
+    "rs_lora": "lora.rs_lora",
+    "init": "lora.init",
+    "block_dims": "lora.block_dims",
+    "network": "lora.network",
+}
+
+
+class SafeScalerTargets:
+    CATEGORY = "Safe-Scaler"
+    DESCRIPTION = "Chooses the layers that get adapters, their ranks, and the learning rate of each part."
+    FUNCTION = "execute"
+    RETURN_TYPES = (TARGETS,)
+    RETURN_NAMES = ("targets",)
+    OUTPUT_TOOLTIPS = ("The layers to train, for Safe-Scaler Train.",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, dict[str, Declaration]]:
+        rate = "Learning rate of {}; -1 = the main learning rate, 0 = not trained."
+        return {
+            "required": {
+                "rank": setting(
+                    "lora.rank", 0, low=0, tooltip="Rank of the adapters; 0 = by the purpose chosen in Train."
+                ),
+                "alpha": setting("lora.alpha", 0.0, low=0, tooltip="Scale = alpha / rank; 0 = half the rank."),
+                "layers": setting("lora.preset"),
+                "unet_rate": setting("optimizer.unet_lr", AS_MAIN, low=-1, tooltip=rate.format("the UNet")),
+                "text_encoder_1_rate": setting(
+                    "optimizer.te1_lr", 0.0, low=-1, tooltip=rate.format("text encoder 1 (CLIP-L)")
+                ),
+                "text_encoder_2_rate": setting(
+                    "optimizer.te2_lr", 0.0, low=-1, tooltip=rate.format("text encoder 2 (CLIP-G)")
+                ),
+            },
+            "optional": {
+                "conv_rank": setting("lora.conv_rank"),
+                "dropout": setting("lora.dropout"),
+                "rank_dropout": setting("lora.rank_dropout"),
+                "module_dropout": setting("lora.module_dropout"),
+                "rs_lora": setting("lora.rs_lora"),
+                "init": setting("lora.init"),
+                "rules": text(
+                    "",
+                    "Rules for single blocks, one a line, such as: IN07-IN08 cross rank=32 alpha=16 lr=0.5",
+                    lines=True,
+                    advanced=True,
+                ),
+                "block_dims": setting("lora.block_dims"),
+                "network": setting("lora.network"),
+                "network_args": text(
+                    "", "Arguments of a foreign network module, one key=value a line.", lines=True, advanced=True
+                ),
+            },
+        }
+
+    @contained
+    def execute(self, **inputs: Any) -> tuple[TargetsHandle]:
+        return (TargetsHandle(title=_title(inputs), settings=target_settings(inputs)),)
+
+
+def target_settings(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Config values by `section.field` of the node's inputs."""
+    settings = {key: inputs[name] for name, key in _PLAIN.items() if name in inputs}
+    if inputs["rank"]:
+        settings["lora.rank"] = inputs["rank"]
+    if inputs["alpha"]:
+        settings["lora.alpha"] = inputs["alpha"]
+    for name, part in (("unet_rate", "unet"), ("text_encoder_1_rate", "te1"), ("text_encoder_2_rate", "te2")):
+        settings[f"optimizer.{part}_lr"] = None if inputs[name] < 0 else inputs[name]
+    for name, key in (("rules", "lora.targets"), ("network_args", "lora.network_args")):
+        if lines := _lines(inputs.get(name, "")):
+            settings[key] = lines
+    return settings
+
+
+def _lines(value: str) -> tuple[str, ...]:
+    return tuple(line.strip() for line in value.splitlines() if line.strip())
+
+
+def _title(inputs: dict[str, Any]) -> str:
+    rank = f"rank {inputs['rank']}" if inputs["rank"] else "rank by purpose"
+    return f"{inputs['layers']}, {rank}"
