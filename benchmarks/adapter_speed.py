@@ -171,7 +171,7 @@ def foreign(unet: Any, name: str, arguments: tuple[str, ...]) -> Iterator[None]:
 def sd_scripts_problem() -> str | None:
     """Why sd-scripts' own LoRA cannot take part, None when it can."""
     from trainer_core.errors import TrainerError
-    from trainer_core.networks.kohya_module import import_network_module
+    from trainer_core.networks.foreign_imports import import_network_module
 
     try:
         import_network_module("networks.lora")

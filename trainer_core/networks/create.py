@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..config import LoraConfig
 from ..errors import ConfigError, Problem
 from .foreign_network import ForeignNetwork
-from .network import LoraNetwork, create_lora_network
+from .network import LoraNetwork, create_lora_network, refuse_combinations
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
@@ -44,18 +44,38 @@ def create_network(
         ConfigError: a setting that this kind of network does not have.
         AdapterError: nothing can be trained, or a foreign module is missing or breaks.
     """
+    check_kind(config)
     if config.network == NATIVE:
-        _refuse(config, ("network_args",))
         return create_lora_network(model, config, trained_parts=trained_parts, seed=seed)
     if config.network.startswith(PEFT_PREFIX):
         from .peft_adapter import create_peft_network
 
-        _refuse(config, _PEFT_REFUSES)
         return create_peft_network(model, config, trained_parts=trained_parts, seed=seed)
     from .kohya_module import create_kohya_network
 
-    _refuse(config, _NATIVE_ONLY)
     return create_kohya_network(model, config, trained_parts=trained_parts, seed=seed)
+
+
+def check_kind(config: LoraConfig) -> None:
+    """Refuse what is known to be wrong about the kind of network, without a model.
+
+    Raises:
+        ConfigError: a setting or an argument that this kind of network does not have.
+        AdapterError: a foreign module is missing.
+    """
+    if config.network == NATIVE:
+        _refuse(config, ("network_args",))
+        refuse_combinations(config)
+    elif config.network.startswith(PEFT_PREFIX):
+        from .peft_adapter import check_peft_settings
+
+        _refuse(config, _PEFT_REFUSES)
+        check_peft_settings(config)
+    else:
+        from .kohya_module import check_kohya_settings
+
+        _refuse(config, _NATIVE_ONLY)
+        check_kohya_settings(config)
 
 
 def _refuse(config: LoraConfig, names: Sequence[str]) -> None:

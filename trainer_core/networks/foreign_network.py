@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import AdapterError
 from .dropout import DropoutDraws
-from .naming import part_of_name
+from .naming import foreign_part
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
@@ -30,15 +30,28 @@ class ForeignNetwork:
         model: the model it was put on.
         base_parameters: every layer's own weights before that (see `base_parameters_of`).
         draws: whether it draws from global random streams while it computes.
+        rates: weights that it trains, with their factor on the part's learning rate; None = all, at factor 1.
     """
 
-    def __init__(self, name: str, raw: Any, model: SDXLModel, base_parameters: BaseParameters, *, draws: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        raw: Any,
+        model: SDXLModel,
+        base_parameters: BaseParameters,
+        *,
+        draws: bool,
+        rates: Mapping[nn.Parameter, float] | None = None,
+    ) -> None:
         self.name, self.raw = name, raw
         self._draws = draws
         self._roots = [model.unet, *model.text_encoders]
         raw.to(torch.float32).requires_grad_(True)
+        self._rates = None if rates is None else dict(rates)
+        for parameter in raw.parameters() if rates is not None else ():
+            parameter.requires_grad_(parameter in rates)
         self._taken = _taken_over(self._roots, base_parameters)
-        self.modules: dict[str, nn.Module] = {key: child for key, child in raw.named_children() if part_of_name(key)}
+        self.modules: dict[str, nn.Module] = {key: child for key, child in raw.named_children() if foreign_part(key)}
         self._multiplier = 1.0
         self.messages: tuple[str, ...] = ()
         """What the module printed while it was made."""
@@ -47,7 +60,7 @@ class ForeignNetwork:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        found = {part_of_name(key) for key, parameter in self.named_parameters() if parameter.requires_grad}
+        found = {foreign_part(key) for key, parameter in self.named_parameters() if parameter.requires_grad}
         return tuple(part for part in ("te1", "te2", "unet") if part in found)
 
     @property
@@ -76,10 +89,15 @@ class ForeignNetwork:
         yield from self.raw.named_parameters()
 
     def parameters_of(self, part: str) -> dict[str, nn.Parameter]:
-        return {key: parameter for key, parameter in self.named_parameters() if part_of_name(key) == part}
+        return {
+            key: parameter
+            for key, parameter in self.named_parameters()
+            if foreign_part(key) == part and (self._rates is None or parameter in self._rates)
+        }
 
     def rate_factors(self) -> dict[str, float]:
-        return {key: 1.0 for key, _ in self.named_parameters()}
+        rates = {} if self._rates is None else self._rates
+        return {key: rates.get(parameter, 1.0) for key, parameter in self.named_parameters()}
 
     def train(self, mode: bool = True) -> ForeignNetwork:
         self.raw.train(mode)
@@ -165,7 +183,11 @@ class ForeignNetwork:
         return tuple(result.unexpected_keys)
 
     def raw_reads(self, state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the module can read a file of these keys back. DyLoRA cannot: it holds lists of single ranks."""
+        """Whether the module can read a file of these keys back. LyCORIS' DyLoRA cannot: it holds lists of ranks;
+        sd-scripts' one has a way of loading of its own."""
+        own = nn.Module._load_from_state_dict
+        if any(type(child)._load_from_state_dict is not own for child in self.modules.values()):
+            return True
         held = self._held().keys()
         return all(key in held or not key.endswith((".lora_up.weight", ".lora_down.weight")) for key in state)
 

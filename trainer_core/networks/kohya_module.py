@@ -9,16 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
-import importlib
-import inspect
 import io
-import os
-import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +20,17 @@ from torch import nn
 
 from ..config import LoraConfig, part_alpha, part_rank
 from ..errors import AdapterError, ConfigError, Problem
+from .foreign_imports import import_network_module, refuse_unknown_arguments
 from .foreign_network import BaseParameters, ForeignNetwork, base_parameters_of
-from .naming import part_of_name
+from .naming import foreign_part
 from .sgm_view import model_views
+from .targets import PART_LABELS, PART_ORDER, part_root
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
 
-SD_SCRIPTS_VARIABLE = "SD_SCRIPTS_PATH"
-_INSTALL = {"lycoris": "pip install lycoris-lora"}
-_ADDED_BY_TRAINER = {"dropout"}
+_MODULE_LISTS = ("text_encoder_loras", "unet_loras", "unet_ofts", "loras")
+"""Where networks of sd-scripts and LyCORIS keep their modules."""
 
 
 def create_kohya_network(
@@ -49,17 +43,18 @@ def create_kohya_network(
         AdapterError: the module cannot be imported, breaks, or makes no adapters for a part that is trained. The
             message names the module and holds its own words.
     """
-    module = import_network_module(config.network)
-    arguments = parse_arguments(config.network_args)
-    _refuse_unknown_arguments(module, arguments)
+    module, arguments = check_kohya_settings(config)
     for root in (model.unet, *model.text_encoders):
         root.requires_grad_(False)
     printed, before = io.StringIO(), base_parameters_of(model)
     with class_state_restored(module), seeded(seed), torch.inference_mode(False):
         with contextlib.redirect_stdout(printed):
             raw = _called(config.network, lambda: _create(module, model, config, arguments))
-        _keep_parts(config.network, raw, trained_parts, before)
-        network = ForeignNetwork(config.network, raw, model, before, draws=_draws(config, arguments))
+        _keep_parts(config.network, raw, model, trained_parts, before)
+        with contextlib.redirect_stdout(printed):
+            rates = _called(config.network, lambda: _rate_factors(raw))
+        draws = _draws(config, arguments)
+        network = ForeignNetwork(config.network, raw, model, before, draws=draws, rates=rates)
     missing = [part for part in trained_parts if part not in network.parts]
     if missing:
         network.detach()
@@ -70,32 +65,17 @@ def create_kohya_network(
     return network
 
 
-def import_network_module(name: str) -> ModuleType:
-    """Import a foreign module; `networks.*` comes from the sd-scripts checkout that SD_SCRIPTS_PATH names.
+def check_kohya_settings(config: LoraConfig) -> tuple[ModuleType, dict[str, str]]:
+    """(the foreign module, its arguments). Raises as `create_kohya_network`, as far as no model is needed."""
+    module = import_network_module(config.network, config.sd_scripts_path)
+    arguments = parse_arguments(config.network_args)
+    refuse_unknown_arguments(module, arguments)
+    _refuse_other_ranks(config, _main_part(config))
+    return module, arguments
 
-    Raises:
-        AdapterError: it is not there, or one of its own imports fails (all that is missing is named).
-    """
-    folder = os.environ.get(SD_SCRIPTS_VARIABLE) if name.startswith("networks.") else None
-    if name.startswith("networks.") and not folder:
-        raise AdapterError(
-            f"'{name}' is part of sd-scripts. Set {SD_SCRIPTS_VARIABLE} to the folder of an sd-scripts checkout, or "
-            "use lora.network = 'native', which trains the same LoRA."
-        )
-    if folder and not (Path(folder) / Path(*name.split("."))).with_suffix(".py").is_file():
-        raise AdapterError(f"{SD_SCRIPTS_VARIABLE} is '{folder}', but there is no '{name.replace('.', '/')}.py' in it.")
-    with _on_path(folder):
-        try:
-            module = importlib.import_module(name)
-        except ImportError as error:
-            missing = getattr(error, "name", None) or str(error)
-            install = _INSTALL.get(name.split(".")[0], f"install '{missing}'")
-            raise AdapterError(
-                f"The network module '{name}' cannot be imported: {error}. Missing: {missing}. Try: {install}."
-            ) from error
-    if not hasattr(module, "create_network"):
-        raise AdapterError(f"'{name}' is no network module: it has no create_network().")
-    return module
+
+def _main_part(config: LoraConfig) -> str:
+    return "unet" if part_rank(config, "unet") else "te2"
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
@@ -112,35 +92,9 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
     return parsed
 
 
-def _refuse_unknown_arguments(module: ModuleType, arguments: Mapping[str, str]) -> None:
-    """Foreign modules take any keyword and ignore what they do not know; a typing error would be lost."""
-    known = known_arguments(module)
-    problems = []
-    for key in arguments:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"Did you mean '{near[0]}'? " if near else ""
-            fix = f"{hint}'{module.__name__}' reads: {', '.join(sorted(known))}."
-            problems.append(Problem("lora.network_args", key, f"'{module.__name__}' does not read it", fix))
-    if problems:
-        raise ConfigError(problems)
-
-
-def known_arguments(module: ModuleType) -> set[str]:
-    """Names that `create_network` reads from its keyword arguments, found in its source text."""
-    try:
-        source = inspect.getsource(module.create_network)
-    except (OSError, TypeError):
-        return set()
-    read = re.findall(r"kwargs(?:\.get\(|\.pop\(|\[)\s*[\"'](\w+)[\"']", source)
-    named = inspect.signature(module.create_network).parameters
-    own = {"multiplier", "network_dim", "network_alpha", "vae", "text_encoder", "unet", "kwargs", "neuron_dropout"}
-    return {*read, *(set(named) - own), *_ADDED_BY_TRAINER}
-
-
 def _create(module: ModuleType, model: SDXLModel, config: LoraConfig, arguments: Mapping[str, str]) -> Any:
     unet, encoders = model_views(model, _unet_class(module))
-    main = "unet" if part_rank(config, "unet") else "te2"
+    main = _main_part(config)
     dropout = config.dropout or None
     # sd-scripts adds `dropout` itself, because LyCORIS reads it there.
     extra: dict[str, Any] = {"dropout": dropout, **arguments}
@@ -167,35 +121,94 @@ def _create(module: ModuleType, model: SDXLModel, config: LoraConfig, arguments:
     return raw
 
 
+def _refuse_other_ranks(config: LoraConfig, main: str) -> None:
+    """kohya's contract has one rank and one alpha for all parts."""
+    wanted = (part_rank(config, main), part_alpha(config, main))
+    problems = [
+        Problem(
+            f"lora.{part}_rank",
+            f"rank {part_rank(config, part)}, alpha {part_alpha(config, part)}",
+            f"'{config.network}' has one rank and alpha for all parts ({wanted[0]} and {wanted[1]:g} here)",
+            "Give all parts the same, or 0 to leave one out.",
+        )
+        for part in PART_ORDER
+        if part_rank(config, part) and (part_rank(config, part), part_alpha(config, part)) != wanted
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 def _unet_class(module: ModuleType) -> type[nn.Module]:
     """sd-scripts asks `isinstance(unet, SdxlUNet2DConditionModel)` to know that it is SDXL."""
     found = getattr(module, "SdxlUNet2DConditionModel", None)
     return found if isinstance(found, type) else nn.Module
 
 
-def _keep_parts(name: str, raw: Any, parts: Sequence[str], before: BaseParameters) -> None:
-    """Take the modules of parts that are not trained out again: foreign modules know 'text encoder' as one thing."""
-    lists = [attribute for attribute in ("text_encoder_loras", "unet_loras", "loras") if hasattr(raw, attribute)]
+def _keep_parts(name: str, raw: Any, model: SDXLModel, parts: Sequence[str], before: BaseParameters) -> None:
+    """Take the modules of parts that are not trained out again: foreign modules know 'text encoder' as one thing.
+
+    Which part a module belongs to is seen from the layer it is on: names may be wrong (DyLoRA of sd-scripts gives both
+    text encoders the same ones).
+    """
+    owners = {module: part for part in PART_ORDER for module in part_root(model, part).modules()}
+    lists = [attribute for attribute in _MODULE_LISTS if hasattr(raw, attribute)]
     if not lists:
         raise AdapterError(f"'{name}' keeps its modules where they cannot be found (no unet_loras).")
-    for child_name, child in list(raw.named_children()):
-        if part_of_name(child_name) not in (*parts, None):
-            _release(child, before)
-            delattr(raw, child_name)
+    released: set[nn.Module] = set()
     for attribute in lists:
-        kept = [lora for lora in getattr(raw, attribute) if part_of_name(lora.lora_name) in (*parts, None)]
+        kept = []
+        for lora in getattr(raw, attribute):
+            part, called = owners.get(_base_of(lora)), _name_of(lora)
+            if part not in parts:
+                _release(lora, before)
+                released.add(lora)
+                continue
+            if foreign_part(called) != part:
+                raise AdapterError(
+                    f"'{name}' calls its adapter on a layer of {PART_LABELS[part]} '{called}', which is no name of "
+                    "SDXL there: its files could not be loaded. Leave the text encoders out (lora.te1_rank = 0, "
+                    "lora.te2_rank = 0)."
+                )
+            kept.append(lora)
         setattr(raw, attribute, kept)
+    for child_name in [child_name for child_name, child in raw.named_children() if child in released]:
+        delattr(raw, child_name)
+
+
+def _name_of(lora: Any) -> str:
+    return str(getattr(lora, "lora_name", None) or getattr(lora, "oft_name", ""))
+
+
+def _base_of(lora: Any) -> nn.Module:
+    """The layer that a foreign adapter is on."""
+    owners = getattr(lora, "org_module", None)
+    base = owners[0] if isinstance(owners, list | tuple) and owners else getattr(lora.org_forward, "__self__", None)
+    if not isinstance(base, nn.Module):
+        raise AdapterError(f"'{_name_of(lora)}' does not say which layer it is on, so it cannot be taken off again.")
+    return base
 
 
 def _release(lora: Any, before: BaseParameters) -> None:
     """Give the base layer its own forward and weights back."""
-    owners = getattr(lora, "org_module", None)
-    base = owners[0] if isinstance(owners, list | tuple) and owners else getattr(lora.org_forward, "__self__", None)
-    if not isinstance(base, nn.Module):
-        raise AdapterError(f"'{lora.lora_name}' does not say which layer it is on, so it cannot be taken off again.")
+    base = _base_of(lora)
     for key in [key for key in base.__dict__ if key == "forward" or key.startswith("_lycoris_")]:
         del base.__dict__[key]
     base._parameters.update(before.get(base, {}))
+
+
+def _rate_factors(raw: Any) -> dict[nn.Parameter, float] | None:
+    """What the module itself would train, and at which share of the part's rate: its optimizer groups (LoRA+, block
+    rates, weights it keeps fixed such as LoRA-FA's `lora_down`). None when it has no such method."""
+    prepare = getattr(raw, "prepare_optimizer_params", None)
+    if prepare is None:
+        return None
+    try:
+        groups = prepare(1.0, 1.0, 1.0)
+    except TypeError:  # the older form, which sd-scripts falls back to as well
+        groups = prepare(1.0, 1.0)
+    if isinstance(groups, tuple):
+        groups = groups[0]
+    return {parameter: float(group.get("lr", 1.0)) for group in groups for parameter in group["params"]}
 
 
 def _called(name: str, call: Any) -> Any:
@@ -251,19 +264,6 @@ def _belongs(cls: type, module: ModuleType) -> bool:
 
 def _is_plain(key: str, value: object) -> bool:
     return not key.startswith("__") and isinstance(value, bool | int | float | str | list | dict | tuple)
-
-
-@contextmanager
-def _on_path(folder: str | None) -> Iterator[None]:
-    """The folder at the end of the import path inside the block, where it can shadow nothing."""
-    if folder is None:
-        yield
-        return
-    sys.path.append(folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
 
 
 @contextmanager

@@ -37,6 +37,11 @@ def part_of_name(name: str) -> str | None:
     return match[1] or match[2] if match else None
 
 
+def foreign_part(name: str) -> str | None:
+    """`part_of_name` for adapters of foreign modules, which have prefixes of their own (OFT of sd-scripts)."""
+    return part_of_name(name.replace("oft_unet_", "lora_unet_", 1) if name.startswith("oft_unet_") else name)
+
+
 _ATTENTION_IN_LEVEL_0 = re.compile(r"lora_unet_(?:input_blocks_[12]|output_blocks_[678])_1_")
 
 

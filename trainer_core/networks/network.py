@@ -190,7 +190,7 @@ def create_lora_network(
         ConfigError: a target rule cannot be read or matches nothing.
         AdapterError: a part that was asked for has no layer that can be adapted, or nothing is left to train.
     """
-    _refuse_combinations(config)
+    refuse_combinations(config)
     context = DropoutContext()
     for root in (model.unet, *model.text_encoders):
         root.requires_grad_(False)
@@ -207,7 +207,7 @@ def create_lora_network(
     return network
 
 
-def _refuse_combinations(config: LoraConfig) -> None:
+def refuse_combinations(config: LoraConfig) -> None:
     if config.init != "pissa":
         return
     names = ("dropout", "rank_dropout", "module_dropout", "max_norm", "weights")

@@ -109,11 +109,7 @@ def create_peft_network(
         ConfigError: an unknown kind or argument.
         AdapterError: PEFT cannot make this kind of adapter on a target.
     """
-    kind = config.network.partition(":")[2].lower()
-    if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        fix = _OTHER_WAYS.get(kind) or (f"Did you mean 'peft:{near[0]}'? " if near else "") + f"Allowed: {KINDS}"
-        raise ConfigError([Problem("lora.network", config.network, "PEFT has no such kind here", f"{fix}.")])
+    kind = check_peft_settings(config)
     for root in (model.unet, *model.text_encoders):
         root.requires_grad_(False)
     selected, before = select_targets(model, config, trained_parts), base_parameters_of(model)
@@ -124,6 +120,29 @@ def create_peft_network(
     network.rebuild = lambda: create_peft_network(model, config, trained_parts=trained_parts, seed=seed)
     network.train()
     return network
+
+
+def check_peft_settings(config: LoraConfig) -> str:
+    """The kind of adapter that `config` asks for ("dora").
+
+    Raises:
+        ConfigError: an unknown kind or argument.
+    """
+    kind = config.network.partition(":")[2].lower()
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind, KINDS, n=1)
+        fix = _OTHER_WAYS.get(kind) or (f"Did you mean 'peft:{near[0]}'? " if near else "") + f"Allowed: {KINDS}"
+        raise ConfigError([Problem("lora.network", config.network, "PEFT has no such kind here", f"{fix}.")])
+    _extra_arguments(_config_class(kind), config)
+    return kind
+
+
+def _config_class(kind: str) -> Any:
+    import peft
+
+    if kind in ("lora", "dora", "rslora"):
+        return peft.LoraConfig
+    return {"loha": peft.LoHaConfig, "lokr": peft.LoKrConfig, "oft": peft.OFTConfig}[kind]
 
 
 def _inject(kind: str, selected: Sequence[Selected], config: LoraConfig) -> PeftContainer:
@@ -151,24 +170,20 @@ def _shadow(base: nn.Module) -> nn.Module:
 
 
 def _peft_config(kind: str, selected: Sequence[Selected], config: LoraConfig) -> Any:
-    import peft
-
     names = [one.target.name for one in selected]
     first = selected[0]
     ranks = {one.target.name: one.rank for one in selected if one.rank != first.rank}
     alphas = {one.target.name: one.alpha for one in selected if one.alpha != first.alpha}
     common: dict[str, Any] = {"target_modules": names}
+    cls = _config_class(kind)
     if kind in ("lora", "dora", "rslora"):
-        cls: Any = peft.LoraConfig
         common |= {"r": first.rank, "lora_alpha": first.alpha, "lora_dropout": config.dropout}
         common |= {"use_dora": kind == "dora", "use_rslora": kind == "rslora"}
         common |= {"rank_pattern": ranks, "alpha_pattern": alphas}
     elif kind in ("loha", "lokr"):
-        cls = peft.LoHaConfig if kind == "loha" else peft.LoKrConfig
         common |= {"r": first.rank, "alpha": first.alpha, "rank_dropout": config.dropout}
         common |= {"rank_pattern": ranks, "alpha_pattern": alphas}
     else:
-        cls = peft.OFTConfig
         common |= {"r": 0, "oft_block_size": first.rank, "module_dropout": config.dropout}
     return cls(**common | _extra_arguments(cls, config))
 

@@ -20,8 +20,9 @@ from trainer_core.config import LoraConfig
 from trainer_core.errors import AdapterError, ConfigError
 from trainer_core.models import SDXLModel, encode_captions
 from trainer_core.networks import create_network, export_lora, warm_start
+from trainer_core.networks.foreign_imports import known_arguments
 from trainer_core.networks.foreign_network import ForeignNetwork
-from trainer_core.networks.kohya_module import class_state_restored, known_arguments
+from trainer_core.networks.kohya_module import class_state_restored
 from trainer_core.networks.sgm_view import model_views
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
