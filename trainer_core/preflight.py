@@ -1,7 +1,8 @@
 """What can be known about a run without loading it: headers of model, VAE and starting LoRA, device, number format.
 
 `config_rules` looks at settings alone; this looks at the machine and at the first bytes of the files, so that a wrong
-file or a missing GPU is refused with the other problems and leaves no run folder behind. Takes well under a second.
+file, a rule that matches no layer or a missing GPU is refused with the other problems and leaves no run folder behind.
+Takes well under a second; a few where rules choose among the layers of a full-size model.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from .config import TrainConfig
+from .config import TrainConfig, trained_parts
 from .config_rules_training import weight_problems
 from .errors import AdapterError, ConfigError, ModelFileError, Problem
 
@@ -51,6 +52,12 @@ def _starting_lora(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("lora.weights", config.lora.weights, str(error), "")
 
 
+def _network(config: TrainConfig) -> Iterator[Problem]:
+    from .networks.offline_check import network_problems
+
+    yield from network_problems(config.lora, config.model, trained_parts(config))
+
+
 def _device(config: TrainConfig) -> Iterator[Problem]:
     from .device import choose_device
 
@@ -63,5 +70,6 @@ def _device(config: TrainConfig) -> Iterator[Problem]:
 _CHECKS: tuple[tuple[set[str], Callable[[TrainConfig], Iterator[Problem]]], ...] = (
     ({"model.path", "model.vae", "model.config_dir"}, _model),
     ({"lora.weights"}, _starting_lora),
+    ({"model.path", "model.config_dir", "lora.targets", "lora.network", "lora.network_args"}, _network),
     ({"run.device"}, _device),
 )
