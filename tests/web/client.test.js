@@ -1,0 +1,225 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { PanelClient } from "../../web/js/client.js";
+import { event, runFinished, runStarted, snapshot, stepFinished } from "./events.mjs";
+
+const RUN = "20261129T171500Z-1a2b";
+const LISTED = { ...snapshot().run };
+
+/** A server whose answers the test sets, and a clock that the test moves. */
+function setUp(answers = {}) {
+  const asked = [];
+  let time = 1_000_000;
+  let listeners = {};
+  const given = { "GET /runs": { runs: [LISTED] }, [`GET /runs/${RUN}/snapshot`]: snapshot(), ...answers };
+  const transport = {
+    async request(method, path, body) {
+      asked.push([method, path, body]);
+      const answer = given[`${method} ${path.split("?")[0]}`];
+      if (answer === undefined) throw Object.assign(new Error("not there"), { status: 404 });
+      if (answer instanceof Error) throw answer;
+      return typeof answer === "function" ? answer(body, path) : structuredClone(answer);
+    },
+    listen(onMessage, onReconnect, onPing) {
+      listeners = { onMessage, onReconnect, onPing };
+      return () => {};
+    },
+  };
+  const clock = { now: () => time, setTimeout: () => 1, clearTimeout() {} };
+  const client = new PanelClient(transport, clock);
+  client.watchers = 1;
+  return { client, asked, given, pass: (ms) => (time += ms), emit: (...list) => list.forEach((one) => listeners.onMessage(one)), listen: () => listeners };
+}
+
+const settle = () => new Promise((resolve) => setImmediate(resolve));
+const message = (one, more = {}) => ({ run_id: RUN, node_id: "5", monitor_node_id: "7", event: one, ...more });
+
+test("at the start the newest run is shown from its snapshot", async () => {
+  const { client } = setUp();
+  client.start();
+  await settle();
+  assert.equal(client.selected, RUN);
+  assert.equal(client.current.run.step, 3);
+  assert.equal(client.current.curves.last("loss"), 1);
+  client.stop();
+});
+
+test("events that come while the snapshot is under way are folded on top of it", async () => {
+  const { client, given, emit } = setUp();
+  let answer;
+  given[`GET /runs/${RUN}/snapshot`] = () => new Promise((resolve) => (answer = () => resolve(snapshot())));
+  client.start();
+  await settle();
+  emit(message(stepFinished(10, 3, { loss: 77 })), message(stepFinished(11, 4, { loss: 0.5 })));
+  answer();
+  await settle();
+  assert.deepEqual(client.current.curves.points(["loss"]), { x: [1, 2, 3, 4], lines: [[3, 2, 1, 0.5]] });
+});
+
+test("the steps of one message are folded in order, and nodes find their run", async () => {
+  const { client, emit } = setUp();
+  client.start();
+  await settle();
+  emit(message(stepFinished(13, 6), { earlier: [stepFinished(11, 4), stepFinished(12, 5)] }));
+  assert.equal(client.current.run.step, 6);
+  assert.equal(client.current.missed, false);
+  assert.equal(client.runOfNode(7), client.current);
+  assert.equal(client.runOfNode("99"), null);
+  emit({ ...message(stepFinished(14, 7)), node_id: "12:3" });
+  assert.equal(client.runOfNode(3), client.current);
+});
+
+test("lost messages bring a new snapshot", async () => {
+  const { client, emit, asked, given, pass } = setUp();
+  client.start();
+  await settle();
+  pass(5000);
+  const later = snapshot();
+  later.seq = 40;
+  later.run.step = 9;
+  given[`GET /runs/${RUN}/snapshot`] = later;
+  const before = asked.length;
+  emit(message(stepFinished(40, 9)));
+  await settle();
+  assert.deepEqual(asked.slice(before).map(([, path]) => path), [`/runs/${RUN}/snapshot`]);
+  assert.equal(client.current.seq, 40);
+});
+
+test("after a reconnect everything is read again", async () => {
+  const { client, asked, listen } = setUp();
+  client.start();
+  await settle();
+  const before = asked.length;
+  await listen().onReconnect();
+  assert.deepEqual(asked.slice(before).map(([, path]) => path), ["/runs", `/runs/${RUN}/snapshot`]);
+});
+
+test("a run that begins is followed, unless the user looks at an older one", async () => {
+  const other = "20261130T000000Z-ffff";
+  const { client, emit, given } = setUp();
+  client.start();
+  await settle();
+  const began = snapshot({ seq: 1 });
+  began.run = { ...began.run, run_id: other };
+  given[`GET /runs/${other}/snapshot`] = began;
+  emit({ ...message({ ...runStarted(1), run_id: other }), run_id: other });
+  await settle();
+  assert.equal(client.selected, other);
+  client.runs = [began.run, LISTED];
+  await client.select(RUN);
+  emit({ ...message({ ...runStarted(2), run_id: other }), run_id: other });
+  await settle();
+  assert.equal(client.selected, RUN);
+});
+
+test("a run without socket messages is polled, one with them hardly", async () => {
+  const { client, given, asked, pass, emit } = setUp();
+  client.start();
+  await settle();
+  let step = 3;
+  given[`GET /runs/${RUN}/updates`] = () => {
+    step += 1;
+    return { run: LISTED, events: [stepFinished(7 + step, step)], health: { step: null, rows: [], norms: {} }, more: false };
+  };
+  pass(1100);
+  await client._poll();
+  pass(1100);
+  await client._poll();
+  assert.equal(client.current.run.step, 5);
+  const polled = () => asked.filter(([, path]) => path.includes("updates")).length;
+  const before = polled();
+  for (let round = 0; round < 4; round += 1) {
+    pass(500);
+    emit(message(stepFinished(100 + round, 6 + round)));
+    await client._poll();
+  }
+  assert.equal(polled(), before);
+});
+
+test("nothing is asked while nobody looks", async () => {
+  const { client, asked, pass } = setUp();
+  client.start();
+  await settle();
+  client.watchers = 0;
+  const before = asked.length;
+  pass(60_000);
+  await client._poll();
+  assert.equal(asked.length, before);
+});
+
+test("the list knows of a run that died without a word", async () => {
+  const { client, given } = setUp();
+  client.start();
+  await settle();
+  given["GET /runs"] = { runs: [{ ...LISTED, state: "interrupted" }] };
+  await client.refreshRuns();
+  assert.equal(client.current.run.state, "interrupted");
+});
+
+test("a deleted run disappears and the next is shown", async () => {
+  const { client, given, asked } = setUp();
+  client.start();
+  await settle();
+  given[`DELETE /runs/${RUN}`] = (body) => {
+    assert.deepEqual(body, { confirm: RUN });
+    given["GET /runs"] = { runs: [] };
+    return { deleted: RUN, bytes: 5 };
+  };
+  assert.equal((await client.remove(RUN)).bytes, 5);
+  assert.equal(client.selected, null);
+  assert.equal(client.current, null);
+  assert.ok(asked.some(([method]) => method === "DELETE"));
+});
+
+test("a refused command is told in the server's words", async () => {
+  const { client, given } = setUp();
+  client.start();
+  await settle();
+  given[`POST /runs/${RUN}/commands`] = Object.assign(new Error("The run is not running."), { status: 409 });
+  assert.deepEqual(await client.command(RUN, "stop"), { ok: false, message: "The run is not running." });
+  given[`POST /runs/${RUN}/commands`] = { cmd: "pause", ok: true, message: "taken", answered: true };
+  await client.command(RUN, "pause");
+  assert.equal(client.current.paused, true);
+});
+
+test("a server that does not answer is said, and said no more when it does", async () => {
+  const { client, given } = setUp();
+  client.start();
+  await settle();
+  given["GET /runs"] = new Error("Failed to fetch");
+  await client.refreshRuns();
+  assert.equal(client.problem, "Failed to fetch");
+  given["GET /runs"] = { runs: [LISTED] };
+  await client.refreshRuns();
+  assert.equal(client.problem, "");
+});
+
+test("silence after heartbeats means no connection", async () => {
+  const { client, listen, pass } = setUp();
+  client.start();
+  assert.equal(client.connected, null);
+  listen().onPing();
+  assert.equal(client.connected, true);
+  pass(16_000);
+  assert.equal(client.connected, false);
+});
+
+test("what deserves an alert is handed on", async () => {
+  const { client, emit } = setUp();
+  const told = [];
+  client.onAlert = (runId, one) => told.push([runId, one.type]);
+  client.start();
+  await settle();
+  emit(message(stepFinished(11, 4)), message(event("Verdict", 12, 4, { kind: "exploding", severity: "error" })));
+  emit(message(event("Verdict", 13, 4, { kind: "healthy", severity: "info" })), message(runFinished(14, 4)));
+  assert.deepEqual(told, [[RUN, "Verdict"], [RUN, "RunFinished"]]);
+});
+
+test("messages of no known shape do no harm", async () => {
+  const { client, emit } = setUp();
+  client.start();
+  await settle();
+  emit(null, {}, { run_id: 5, event: {} }, { run_id: RUN }, { run_id: RUN, event: { seq: "x" } });
+  assert.equal(client.current.run.step, 3);
+});

@@ -1,0 +1,81 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { Alerts } from "../../web/js/alerts.js";
+import { readReply, shortName } from "../../web/js/comfy_host.js";
+import { bareName, bytes, clock, duration, memory, number, plural } from "../../web/js/format.js";
+import { byPrompt } from "../../web/js/gallery.js";
+import { phaseWords, sentence, stateWord, tone } from "../../web/js/sentences.js";
+import { event, runFinished, stepFinished, stepRejected } from "./events.mjs";
+
+test("numbers as a person reads them", () => {
+  const told = [0, 0.0123456, 1.5, 65536, 0.0001, 1e7, 12.3456, null, NaN, Infinity].map((value) => number(value));
+  assert.deepEqual(told, ["0", "0.0123", "1.5", "65,536", "1.0e-4", "1.0e7", "12.3", "–", "–", "–"]);
+  assert.deepEqual([45, 720, 11_100, 300_000, -1, null].map(duration), ["45 s", "12 min", "3 h 05 min", "3 days", "–", "–"]);
+  assert.deepEqual([0, 999, 12_345_678].map((value) => bytes(value)), ["0 B", "999 B", "12.3 MB"]);
+  assert.equal(bytes(8.5 * 1024 ** 3, true), "8.5 GiB");
+  assert.deepEqual([memory(8), memory(8, "GB"), memory(null)], ["8 GiB", "8.59 GB", "–"]);
+  assert.equal(bareName("C:\\a\\b.safetensors"), "b.safetensors");
+  assert.equal(clock(undefined), "–");
+  assert.deepEqual([plural(1, "step"), plural(1200, "step")], ["1 step", "1,200 steps"]);
+});
+
+test("each kind of event has its sentence", () => {
+  const told = (type, data, step = 3) => sentence(event(type, 1, step, data));
+  assert.equal(told("Warned", { topic: "settings", message: "m" }).tone, "note");
+  assert.equal(told("Warned", { topic: "checkpoint", message: "disk full" }).tone, "warn");
+  assert.match(told("Intervention", { action: "Learning rate halved", reason: "spikes" }).text, /halved, because spikes\.$/);
+  assert.deepEqual(told("Verdict", { kind: "dead", where: "te1", sentence: "Text encoder 1 gets no gradient", severity: "warning" }), {
+    tone: "warn",
+    text: "Text encoder 1 gets no gradient",
+  });
+  assert.match(told("LoraSaved", { file: "lora/a.safetensors", bytes: 1e6, final: true }).text, /^The finished LoRA a\.safetensors/);
+  assert.match(told("Resumed", { checkpoint: "step-5", differences: ["lr"], passed_over: ["step-6"] }).text, /lr.*step-6/);
+  assert.equal(sentence(runFinished(1, 5, "failed")).tone, "bad");
+  assert.match(sentence(runFinished(1, 5, "stopped")).text, /can be resumed/);
+  assert.equal(sentence(stepFinished(1, 1)), null);
+  assert.equal(told("Heartbeat", {}), null);
+  assert.equal(phaseWords({ phase: "caching", done: 3, total: 9 }), "Preparing pictures and captions 3 of 9");
+  assert.deepEqual([stateWord("running", true), stateWord("interrupted")], ["Paused", "Interrupted"]);
+  assert.deepEqual(["healthy", "warning", "exploding", "info"].map(tone), ["good", "warn", "bad", "note"]);
+});
+
+test("alerts follow the setting, and a storm is one message", () => {
+  const told = [];
+  let level = "serious";
+  let time = 0;
+  const settings = { alerts: () => level, notifyAtEnd: () => false };
+  const alerts = new Alerts({ settings, notify: (...words) => told.push(words) }, () => time);
+  alerts.take("cat", stepRejected(1, 1));
+  assert.equal(told.length, 0);
+  alerts.take("cat", runFinished(2, 5));
+  assert.equal(told[0][0], "success");
+  level = "all";
+  for (let seq = 3; seq < 200; seq += 1) alerts.take("cat", stepRejected(seq, seq));
+  assert.equal(told.length, 2);
+  time = 30_000;
+  alerts.take("cat", stepRejected(300, 300));
+  assert.equal(told.length, 3);
+  level = "off";
+  alerts.take("cat", runFinished(301, 300, "failed"));
+  assert.equal(told.length, 3);
+});
+
+test("an answer that is no success becomes an error with the server's words", async () => {
+  const reply = (status, body) => new Response(body, { status });
+  assert.deepEqual(await readReply(reply(200, '{"a":1}')), { a: 1 });
+  const refused = readReply(reply(409, '{"error":{"code":"running","message":"Stop it first."}}'));
+  await assert.rejects(refused, (error) => error.status === 409 && error.message === "Stop it first.");
+  await assert.rejects(readReply(reply(502, "<html>")), (error) => error.status === 502 && /502/.test(error.message));
+});
+
+test("previews by prompt and step", () => {
+  const list = [[10, 1], [0, 0], [10, 0], [0, 1]].map(([step, index]) => ({ id: `${step}-${index}`, step, index, prompt: `p${index}` }));
+  const table = byPrompt(list);
+  assert.deepEqual(table.map((one) => [one.prompt, one.list.map((row) => row.id)]), [["p0", ["0-0", "10-0"]], ["p1", ["0-1", "10-1"]]]);
+});
+
+test("a GPU's name without the allocator", () => {
+  assert.equal(shortName("cuda:0 NVIDIA GeForce RTX 3060 : cudaMallocAsync", 0), "GPU 0 NVIDIA GeForce RTX 3060");
+  assert.equal(shortName("mps", 0), "GPU 0");
+});

@@ -1,0 +1,99 @@
+/** Which charts there are, and the numbers each one draws. No DOM. */
+
+import { rateName } from "./curves.js";
+import { partName } from "./sentences.js";
+
+const GB = 1024 ** 3;
+
+/**
+ * The charts of a run, in order. Each: `{key, title, note, groups: [{x, lines: [{label, y, role}]}], marks}`.
+ * A group has its own steps. `role`: main, faint (raw values behind an average), part1 ... part8, limit.
+ */
+export function charts(state) {
+  const curves = state.curves;
+  return [
+    {
+      key: "loss",
+      title: "Loss",
+      groups: [group(curves, [["loss", "each step", "faint"], ["loss_avg", "average", "main"]])],
+      marks: state.rejected,
+    },
+    {
+      key: "validation",
+      title: "Validation loss",
+      groups: [points(state.validation.map((row) => [row.step, row.mean]), "stable loss", "main")],
+    },
+    {
+      key: "norms",
+      title: "Gradient norm",
+      log: true,
+      groups: [group(curves, [["grad_norm", "whole", "main"]]), ...norms(state.health.norms)],
+      marks: state.rejected,
+    },
+    {
+      key: "rate",
+      title: "Learning rate",
+      groups: [group(curves, curves.rates.map((part, index) => [rateName(part), partName(part), `part${index + 1}`]))],
+    },
+    { key: "scale", title: "Loss scale", log: true, groups: [group(curves, [["loss_scale", "scale", "main"]])] },
+    {
+      key: "memory",
+      title: "Memory in use (GiB)",
+      groups: [group(curves, [["vram_gib", "in use", "main"]])],
+      limits: limits(state.memory),
+    },
+    { key: "time", title: "Step time (s)", groups: [group(curves, [["seconds", "step time", "main"]])] },
+  ].filter((chart) => chart.groups.some((one) => one.lines.some((line) => line.y.some((value) => value !== null))));
+}
+
+/** Groups merged to one list of steps, as a chart library takes them: `{x, lines}` with null where a line has no point. */
+export function merged(groups) {
+  if (groups.length === 1) return groups[0];
+  const steps = [...new Set(groups.flatMap((one) => one.x))].sort((a, b) => a - b);
+  const place = new Map(steps.map((step, index) => [step, index]));
+  const lines = groups.flatMap((one) =>
+    one.lines.map((line) => {
+      const y = new Array(steps.length).fill(null);
+      one.x.forEach((step, index) => {
+        y[place.get(step)] = line.y[index];
+      });
+      return { ...line, y };
+    }),
+  );
+  return { x: steps, lines };
+}
+
+/** Norm of each module group for the compact monitor: the last values, largest first. */
+export function latestNorms(state) {
+  return Object.entries(state.health.norms)
+    .filter(([, list]) => list.length > 0)
+    .map(([module, list]) => ({ module, norm: list[list.length - 1][1] }));
+}
+
+function group(curves, wanted) {
+  const present = wanted.filter(([name]) => curves.has(name));
+  const { x, lines } = curves.points(present.map(([name]) => name));
+  return { x, lines: present.map(([, label, role], index) => ({ label, role, y: lines[index] })) };
+}
+
+function points(pairs, label, role) {
+  const sorted = pairs.filter(([, value]) => typeof value === "number").sort((a, b) => a[0] - b[0]);
+  return { x: sorted.map(([step]) => step), lines: [{ label, role, y: sorted.map(([, value]) => value) }] };
+}
+
+function norms(table) {
+  // A line for each of at most eight groups; more could not be told apart.
+  return Object.entries(table)
+    .slice(0, 8)
+    .map(([module, pairs], index) => points(pairs, partName(module), `part${index + 1}`));
+}
+
+function limits(memory) {
+  if (!memory) return [];
+  const reserved = memory.current_reserved / GB;
+  const peak = memory.peak_allocated / GB;
+  return [
+    ...(reserved > 0 ? [{ label: "reserved", value: reserved }] : []),
+    ...(peak > 0 ? [{ label: "peak", value: peak }] : []),
+  ];
+}

@@ -1,0 +1,70 @@
+/** The buttons that ask something of a run. */
+
+import { attribute, h, setText } from "./dom.js";
+
+const BUTTONS = [
+  { cmd: "stop", label: "Stop", help: "Ends the run: a checkpoint and a usable LoRA are written first" },
+  { cmd: "pause", label: "Pause", help: "Waits after the present micro-batch; memory stays in use" },
+  { cmd: "save", label: "Save now", help: "Writes a checkpoint and the LoRA as it is now" },
+  { cmd: "preview", label: "Preview now", help: "Makes the preview pictures with the LoRA as it is now" },
+];
+
+export class Controls {
+  constructor(client, env) {
+    this.client = client;
+    this.env = env;
+    this.busy = new Set();
+    this.buttons = new Map(BUTTONS.map((button) => [button.cmd, this.#button(button)]));
+    this.report = h("a", { class: "ss-button", target: "_blank", rel: "noopener", text: "Report" });
+    this.answer = h("span", { class: "ss-answer", role: "status", "aria-live": "polite" });
+    this.bar = h("div", { class: "ss-buttons", role: "group", "aria-label": "Run" }, ...this.buttons.values(), this.report);
+    this.root = h("div", { class: "ss-controls" }, this.bar, this.answer);
+  }
+
+  update(state) {
+    const { run } = state;
+    if (this.runId !== run.run_id) setText(this.answer, "");
+    this.runId = run.run_id;
+    this.paused = state.paused;
+    const running = run.state === "running";
+    for (const [cmd, button] of this.buttons) {
+      button.hidden = !running;
+      // Another program's run takes no commands here, but it can be stopped.
+      attribute(button, "disabled", this.busy.has(cmd) || (!run.live && cmd !== "stop"));
+    }
+    setText(this.buttons.get("pause"), state.paused ? "Go on" : "Pause");
+    this.report.hidden = running || run.state === "interrupted";
+    attribute(this.report, "href", this.env.reportUrl(run.run_id));
+    if (running && !run.live && this.answer.textContent === "") {
+      setText(this.answer, "Started by another program: here it can be watched and stopped.");
+    }
+  }
+
+  async send(cmd) {
+    const asked = cmd === "pause" && this.paused ? "resume" : cmd;
+    if (asked === "stop" && this.env.settings.confirmStop()) {
+      const words = "Stop this run? A checkpoint and a usable LoRA are written first, and it can be resumed.";
+      if (!(await this.env.confirm("Stop training", words))) return;
+    }
+    this.busy.add(cmd);
+    const answer = await this.client.command(this.runId, asked);
+    this.busy.delete(cmd);
+    setText(this.answer, answer.ok ? WORDS[asked] : answer.message);
+    this.answer.classList.toggle("ss-bad", !answer.ok);
+  }
+
+  #button({ cmd, label, help }) {
+    return h("button", {
+      class: cmd === "stop" ? "ss-button ss-stop" : "ss-button", type: "button", text: label, title: help,
+      "data-testid": `safe-scaler-${cmd}`, on: { click: () => this.send(cmd) },
+    }); // prettier-ignore
+  }
+}
+
+const WORDS = {
+  stop: "Stopping: a checkpoint and the LoRA are written first.",
+  pause: "Pausing after the present micro-batch.",
+  resume: "Going on.",
+  save: "Saving.",
+  preview: "Making previews.",
+};

@@ -1,0 +1,77 @@
+/** The list of runs: state, name, progress; choosing one, and deleting one that is over. */
+
+import { attribute, h, keyed, setText } from "./dom.js";
+import { bytes, clock, plural } from "./format.js";
+import { stateWord } from "./sentences.js";
+
+const SIGNS = { running: "▶", finished: "✓", stopped: "■", failed: "✕", interrupted: "!" };
+
+export class RunPicker {
+  constructor(client, env) {
+    this.client = client;
+    this.env = env;
+    this.count = h("h3", { text: "Runs" });
+    this.list = h("ul", { class: "ss-runs", "aria-label": "Runs, newest first" });
+    this.root = h("details", { class: "ss-section ss-picker" }, h("summary", {}, this.count), this.list);
+    this.opened = false;
+  }
+
+  update() {
+    const { runs, selected } = this.client;
+    this.root.hidden = runs.length === 0;
+    setText(this.count, runs.length === 1 ? "1 run" : plural(runs.length, "run"));
+    keyed(
+      this.list,
+      runs,
+      (run) => run.run_id,
+      (run) => this.#entry(run),
+      (element, run) => this.#refresh(element, run, selected),
+    );
+    for (const run of runs) this.#refresh(this.list.querySelector(`[data-key="${run.run_id}"]`), run, selected);
+  }
+
+  #entry(run) {
+    const choose = h(
+      "button",
+      { class: "ss-run-choice", type: "button", on: { click: () => this.client.select(run.run_id) } },
+      h("span", { class: "ss-run-sign", "aria-hidden": "true" }),
+      h("span", { class: "ss-run-name" }),
+      h("span", { class: "ss-run-facts" }),
+    );
+    const remove = h("button", {
+      class: "ss-button ss-small ss-run-delete", type: "button", text: "Delete…",
+      "aria-label": `Delete run ${run.run_id}`, on: { click: () => this.#remove(run) },
+    }); // prettier-ignore
+    return h("li", {}, choose, remove);
+  }
+
+  #refresh(element, run, selected) {
+    const [choose, remove] = element.children;
+    const [sign, name, facts] = choose.children;
+    const known = this.client.states.get(run.run_id);
+    const state = known?.loaded ? known.run.state : run.state;
+    const step = Math.max(run.step, known?.run.step ?? 0);
+    element.className = `ss-state-${state}`;
+    attribute(choose, "aria-current", run.run_id === selected ? "true" : null);
+    setText(sign, SIGNS[state] ?? "?");
+    setText(name, run.name || run.run_id);
+    const progress = run.total_steps ? `${step} of ${run.total_steps} steps` : plural(step, "step");
+    setText(facts, `${stateWord(state)} · ${progress}${run.started ? ` · ${clock(run.started)}` : ""}`);
+    attribute(choose, "title", run.problem ? run.problem : `Run ${run.run_id}`);
+    remove.hidden = state === "running";
+  }
+
+  async #remove(run) {
+    try {
+      const use = await this.client.disk(run.run_id);
+      const words =
+        `Delete the run ${run.name || run.run_id} with its checkpoints, previews and report ` +
+        `(${bytes(use.total)})? LoRA files outside its folder stay. This cannot be undone.`;
+      if (!(await this.env.confirm("Delete run", words))) return;
+      const done = await this.client.remove(run.run_id);
+      this.env.notify("info", "Run deleted", `${bytes(done.bytes)} are free again.`);
+    } catch (error) {
+      this.env.notify("error", "The run was not deleted", error.message);
+    }
+  }
+}

@@ -1,0 +1,99 @@
+/** What happened in a run, in plain language. One event gives at most one line of the log. */
+
+import { bareName, bytes, duration, number, plural } from "./format.js";
+
+const PHASES = {
+  loading: "Loading the model",
+  scanning: "Looking at the pictures",
+  caching: "Preparing pictures and captions",
+  training: "Training",
+  validating: "Measuring the validation loss",
+  previewing: "Making preview pictures",
+  saving: "Saving",
+  finishing: "Finishing",
+};
+
+const STATES = {
+  running: "Running",
+  finished: "Finished",
+  stopped: "Stopped",
+  failed: "Failed",
+  interrupted: "Interrupted",
+};
+
+const PARTS = { unet: "UNet", te1: "Text encoder 1", te2: "Text encoder 2" };
+
+const TELL = {
+  RunStarted: (data) => {
+    const from = data.resumed_from ? `, going on from ${data.resumed_from}` : "";
+    const where = `${plural(data.pictures, "picture")}, ${data.device}, ${data.precision}`;
+    return line("note", `Training begins: ${plural(data.total_steps, "step")} on ${where}${from}.`);
+  },
+  StepRejected: (data) => {
+    const who = data.samples?.length ? ` Pictures: ${data.samples.slice(0, 3).join(", ")}.` : "";
+    const where = data.culprits?.length ? ` First seen in ${data.culprits[0]}.` : "";
+    const row = data.in_a_row > 1 ? ` (${data.in_a_row} in a row)` : "";
+    return line("warn", `Step rejected${row}, nothing was changed: ${data.reason}.${where}${who}`);
+  },
+  Verdict: (data) => {
+    const place = data.where ? `${data.where}: ` : "";
+    return line(tone(data.severity), data.sentence || `${place}${data.kind}`);
+  },
+  Intervention: (data) => line("warn", `${data.action}${data.reason ? `, because ${data.reason}` : ""}.`),
+  ValidationFinished: (data) => line("note", `Validation loss ${number(data.validation_loss)}.`),
+  PreviewReady: (data) => line("note", `New preview picture: ${data.prompt}`),
+  CheckpointSaved: (data) => line("good", `Checkpoint ${data.name} saved (${bytes(data.bytes)}).`),
+  LoraSaved: (data) => {
+    const what = data.final ? "The finished LoRA" : "LoRA";
+    return line("good", `${what} ${bareName(data.file)} saved and proven (${bytes(data.bytes)}).`);
+  },
+  Warned: (data) => line(NOTES.has(data.topic) ? "note" : "warn", data.message),
+  Resumed: (data) => {
+    const changed = data.differences?.length ? ` Changed settings: ${data.differences.join("; ")}.` : "";
+    const passed = data.passed_over?.length ? ` Damaged and passed over: ${data.passed_over.join(", ")}.` : "";
+    return line("note", `Went on from ${data.checkpoint}.${changed}${passed}`);
+  },
+  RunFinished: (data) => {
+    const took = data.seconds ? ` after ${duration(data.seconds)}` : "";
+    const counts = `${plural(data.applied, "step")} applied, ${data.rejected} rejected`;
+    if (data.status === "finished") return line("good", `Training is finished${took}: ${counts}.`);
+    if (data.status === "stopped") return line("note", `Training was stopped${took}: ${counts}. It can be resumed.`);
+    return line("bad", `Training failed: ${data.message}`);
+  },
+};
+
+const NOTES = new Set(["settings", "model", "network", "validation"]);
+
+/** `{tone, text}` of an event, or null for one that is not told (progress, heartbeats). */
+export function sentence(event) {
+  const tell = TELL[event.type];
+  return tell ? tell(event.data ?? {}) : null;
+}
+
+export function phaseWords(phase) {
+  if (!phase) return "";
+  const words = PHASES[phase.phase] ?? phase.phase;
+  const count = phase.total > 0 && phase.phase !== "training" ? ` ${phase.done} of ${phase.total}` : "";
+  return `${words}${count}`;
+}
+
+export function stateWord(state, paused = false) {
+  return paused && state === "running" ? "Paused" : (STATES[state] ?? state);
+}
+
+export function partName(part) {
+  return PARTS[part] ?? part;
+}
+
+/** Tone of a severity or of a verdict's word. */
+export function tone(word) {
+  const text = String(word ?? "").toLowerCase();
+  if (/error|critical|fatal|bad|explod|nan|nonfinite|halt/.test(text)) return "bad";
+  if (/warn|vanish|dead|stall|spik|clip|drift|collaps|unstable|saturat/.test(text)) return "warn";
+  if (/healthy|good|ok|fine|stable/.test(text)) return "good";
+  return "note";
+}
+
+function line(kind, text) {
+  return { tone: kind, text };
+}
