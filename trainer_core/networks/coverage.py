@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import AdapterError
 from .coverage_probe import reached_weights
-from .naming import text_layer_of_name
+from .interface import Network
+from .naming import foreign_part, text_layer_of_name
+from .network import LoraNetwork
 from .selection import all_places
 from .targets import PART_LABELS, PART_ORDER, part_root
 
 if TYPE_CHECKING:
     from ..models import SDXLModel
-    from .network import LoraNetwork
 
 NOT_USED = "its output is not used: SDXL reads text encoder 1 before its last layer"
 NO_GRADIENT = "no gradient came back to it in the probe"
@@ -92,55 +93,88 @@ class CoverageReport:
         return coverage_svg(self)
 
 
-def coverage(model: SDXLModel, network: LoraNetwork, *, probe: bool = True) -> CoverageReport:
+def coverage(model: SDXLModel, network: Network, *, probe: bool = True, live_text: bool = True) -> CoverageReport:
     """Compare `network` with what `model` has, and see with a small probe batch which adapters learn.
+
+    Args:
+        probe: compute; without it nothing is said about gradients.
+        live_text: the text encoders run in every step; False where their outputs are cached before training.
 
     Raises:
         AdapterError: a part that is trained was not reached by any gradient.
     """
-    reached = reached_weights(model, network) if probe else None
-    unreached = {} if reached is None else _unreached(model, network, reached)
-    report = CoverageReport(tuple(_blocks(model, network, unreached if probe else None)), unreached)
-    for part in network.parts if probe else ():
-        modules = [name for name, module in network.modules.items() if module.part == part]
-        if all(name in unreached for name in modules):
-            raise AdapterError(
-                f"{PART_LABELS[part]} is to be trained, but no gradient reaches any of its {len(modules)} adapters. "
-                "Its output does not take part in the loss. For a text encoder: do not cache its outputs, and check "
-                "that cross-attention is not detached."
-            )
+    report = measure_coverage(model, network, probe=probe, live_text=live_text)
+    require_reached(report)
     return report
 
 
-def _unreached(model: SDXLModel, network: LoraNetwork, reached: Mapping[str, bool]) -> dict[str, str]:
-    last = int(model.text_encoders[0].config.num_hidden_layers) - 1
-    found: dict[str, str] = {}
-    for name, module in network.modules.items():
-        if not all(reached[f"{name}.{key}"] for key, _ in module.named_parameters()):
-            unused = module.part == "te1" and text_layer_of_name(name) == last
-            found[name] = NOT_USED if unused else NO_GRADIENT
+def require_reached(report: CoverageReport) -> None:
+    """Refuse a network of which a whole part cannot learn.
+
+    Raises:
+        AdapterError: names the part.
+    """
+    for part in PART_ORDER:
+        rows = [row for row in report.part(part) if row.adapters]
+        if rows and all(row.reached == 0 for row in rows):
+            raise AdapterError(
+                f"{PART_LABELS[part]} is to be trained, but no gradient reaches any of its "
+                f"{sum(row.adapters for row in rows)} adapters. Its output does not take part in the loss. For a text "
+                "encoder: do not cache its outputs, and check that cross-attention is not detached."
+            )
+
+
+def measure_coverage(
+    model: SDXLModel, network: Network, *, probe: bool = True, live_text: bool = True
+) -> CoverageReport:
+    """The report of `coverage`, also where a part is not reached."""
+    adapters = _adapters(network)
+    unreached: dict[str, str] | None = None
+    if probe:
+        reached = reached_weights(model, network, live_text=live_text)
+        # Kinds with several factors (LoHa, LoKr) need more steps until each has had a gradient: one will do there.
+        enough = all if isinstance(network, LoraNetwork) else any
+        missed = [name for name, weights in adapters.items() if not enough(reached[key] for key in weights)]
+        last = int(model.text_encoders[0].config.num_hidden_layers) - 1
+        unreached = {name: NOT_USED if _is_unused(name, last) else NO_GRADIENT for name in missed}
+    return CoverageReport(tuple(_blocks(model, adapters, unreached)), unreached or {})
+
+
+def _is_unused(name: str, last_layer: int) -> bool:
+    return foreign_part(name) == "te1" and text_layer_of_name(name) == last_layer
+
+
+def _adapters(network: Network) -> dict[str, dict[str, int]]:
+    """Adapters by the kohya name of their layer: trained weights with their sizes, by parameter name."""
+    found: dict[str, dict[str, int]] = {}
+    for part in network.parts:
+        for key, parameter in network.parameters_of(part).items():
+            name = key.split(".")[0].replace("oft_unet_", "lora_unet_", 1)
+            found.setdefault(name, {})[key] = parameter.numel()
     return found
 
 
-def _blocks(model: SDXLModel, network: LoraNetwork, unreached: Mapping[str, str] | None) -> list[BlockCoverage]:
+def _blocks(
+    model: SDXLModel, adapters: Mapping[str, Mapping[str, int]], unreached: Mapping[str, str] | None
+) -> list[BlockCoverage]:
     rows = []
     for part in PART_ORDER:
         places = all_places(part_root(model, part), part)
         labels = sorted({place.block for place in places}, key=lambda block: _order(part, block))
         for label in labels:
             inside = [place for place in places if place.block == label]
-            adapters = [network.modules[p.target.name] for p in inside if p.target.name in network.modules]
-            missed = [] if unreached is None else [m.name for m in adapters if m.name in unreached]
+            names = [place.target.name for place in inside if place.target.name in adapters]
+            missed = [] if unreached is None else [name for name in names if name in unreached]
             reasons = {unreached[name] for name in missed} if unreached else set()
             rows.append(
                 BlockCoverage(
                     part=part,
                     block=label,
                     layers=len(inside),
-                    adapters=len(adapters),
-                    parameters=sum(p.numel() for module in adapters for p in module.parameters()),
+                    adapters=len(names),
+                    parameters=sum(sum(adapters[name].values()) for name in names),
                     base_parameters=sum(place.target.module.weight.numel() for place in inside),
-                    reached=None if unreached is None else len(adapters) - len(missed),
+                    reached=None if unreached is None else len(names) - len(missed),
                     reason=NO_GRADIENT if NO_GRADIENT in reasons else next(iter(reasons), ""),
                 )
             )
