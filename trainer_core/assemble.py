@@ -11,6 +11,7 @@ import torch
 
 from .config import TrainConfig, trained_parts
 from .config_rules_training import weight_problems
+from .coverage_check import check_coverage
 from .data import (
     BatchLoader,
     BatchPlan,
@@ -107,6 +108,7 @@ class _Assembler:
         latents, texts = self._cache(model, report, holdout)
         loader = BatchLoader(plan, latents, texts, self.config.dataset)
         network = self._network(model)
+        check_coverage(self.folder, model, network, live_text=texts is None, bus=self.bus)
         objective = self._objective(model)
         optimizer = build_optimizer(
             {part: network.parameters_of(part) for part in network.parts},

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..runs.folder import RunFolder
 from ..runs.platform import DurableIO
+from .report_coverage import coverage_html
 from .report_curves import curves_html
 from .report_data import ReportData, Setting, read_run
 from .report_html import duration, esc, number, plural, size
@@ -52,6 +53,7 @@ def render(data: ReportData) -> str:
     sections = [
         _section("Before and after", previews_html(data), anchor="previews"),
         _section("Curves", curves_html(data), anchor="curves", css="wide"),
+        _section("What learns", coverage_html(data.folder), anchor="coverage"),
         _section("Problems", _problems(data), anchor="problems"),
         _section("The LoRA file and its proof", _files(data), anchor="files"),
         _section("Settings", _settings(data), anchor="settings"),
