@@ -7,6 +7,9 @@ from .dataset import SafeScalerDataset
 from .following import relay
 from .load_sdxl import SafeScalerLoadSDXL
 from .monitor import SafeScalerGradientMonitor
+from .preview_lora import SafeScalerPreview
+from .report import SafeScalerReport
+from .resume import SafeScalerResume
 from .targets import SafeScalerTargets
 from .train import SafeScalerTrain
 
@@ -16,6 +19,9 @@ NODE_CLASS_MAPPINGS: dict[str, type] = {
     "SafeScalerTargets": SafeScalerTargets,
     "SafeScalerGradientMonitor": SafeScalerGradientMonitor,
     "SafeScalerTrain": SafeScalerTrain,
+    "SafeScalerResume": SafeScalerResume,
+    "SafeScalerReport": SafeScalerReport,
+    "SafeScalerPreview": SafeScalerPreview,
 }
 
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
@@ -24,6 +30,9 @@ NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
     "SafeScalerTargets": "Configure LoRA Targets",
     "SafeScalerGradientMonitor": "Gradient Health Monitor",
     "SafeScalerTrain": "Safe-Scaler Train",
+    "SafeScalerResume": "Resume From Checkpoint",
+    "SafeScalerReport": "Training Report",
+    "SafeScalerPreview": "Preview LoRA",
 }
 
 api.register(relay.set_interval)

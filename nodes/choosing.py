@@ -13,6 +13,8 @@ from .handles import CheckpointHandle
 
 CONTINUE, NEW = "continue", "new run"
 
+_NOT_TOLD = ("run.output_name", "run.output_dir")
+
 
 @dataclass(frozen=True)
 class ChosenRun:
@@ -55,16 +57,28 @@ def _from_checkpoint(
         config = core.with_settings(config, {"lora.weights": str(lora)})
         note = f"Warm start from {lora.name} of run {source.run_id}: new optimizer, new schedule, step 0."
         return ChosenRun(_create(config, [*notes, note], extra), note)
-    bound, _ = core.resume_differences(source, resume.checkpoint, config)
+    bound, free = core.resume_differences(source, resume.checkpoint, config)
     if bound:
         raise core.refusal(resume.checkpoint, bound)
+    changed = "".join(f"\n  changed since: {line}" for line in free if not line.startswith(_NOT_TOLD))
+    state = core.describe_run(source).state
+    if state == "running":
+        raise core.CheckpointError(
+            f"Run {source.run_id} is running now. Stop it first, then go on from its checkpoint."
+        )
+    steps = config.run.max_train_steps
+    if steps is not None and resume.step >= steps:
+        raise core.CheckpointError(
+            f"Nothing is left to train: {resume.checkpoint} of run {source.run_id} is step {resume.step}, and steps is "
+            f"{steps}. Set steps higher, or choose an earlier checkpoint."
+        )
     newest = core.newest_good(source.checkpoints)
-    in_place = newest is not None and newest.name == resume.checkpoint and core.describe_run(source).state != "finished"
+    in_place = newest is not None and newest.name == resume.checkpoint and state != "finished"
     if in_place:
         core.change_run(source.path, lambda _: config)
-        note = f"Exact resume of run {source.run_id} from {resume.checkpoint}."
+        note = f"Exact resume of run {source.run_id} from {resume.checkpoint}.{changed}"
         return ChosenRun(source, note)
-    note = f"Exact resume from {resume.checkpoint} of run {source.run_id}, in a new run; the old one stays as it is."
+    note = f"Exact resume from {resume.checkpoint} of run {source.run_id}, in a new run; the old one stays.{changed}"
     folder = _create(config, [*notes, note], extra)
     shutil.copytree(source.checkpoints / resume.checkpoint, folder.checkpoints / resume.checkpoint)
     return ChosenRun(folder, note)

@@ -28,8 +28,9 @@ live.subscribe(relay)
 class _Display:
     """What the running node shows: its bar, its pictures, and a line in the log now and then."""
 
-    def __init__(self, run_dir: Path, node_id: str) -> None:
+    def __init__(self, run_dir: Path, node_id: str, show_pictures: bool) -> None:
         self._run_dir = run_dir
+        self._show_pictures = show_pictures
         self._node_id = node_id
         self._bar = host.progress_bar()
         self._total = 0
@@ -49,7 +50,8 @@ class _Display:
                 self._say(event)
             case "PreviewReady":
                 self._pictures.append(self._run_dir / data["file"])
-                host.show_pictures(self._node_id, shown_files(self._pictures[-_MOST_PICTURES:]))
+                if self._show_pictures:
+                    host.show_pictures(self._node_id, shown_files(self._pictures[-_MOST_PICTURES:]))
             case "Warned":
                 log.warning("%s: %s", self._run_dir.name, data["message"])
             case _:
@@ -73,12 +75,15 @@ class _Display:
         log.info("Safe-Scaler step %d of %d, loss %s, %.1f min left", event["step"], self._total, shown, minutes)
 
 
-def follow(run_dir: Path, node_id: str, monitor_node_id: str | None = None) -> core.RunOutcome:
+def follow(
+    run_dir: Path, node_id: str, monitor_node_id: str | None = None, *, show_pictures: bool = True
+) -> core.RunOutcome:
     """Run the worker of `run_dir` to its end, starting it again when it dies. Cancel in ComfyUI becomes `stop`.
 
-    Returns also for a cancelled run: the caller raises ComfyUI's exception once it has put the results away.
+    `show_pictures`: previews appear in the node while it runs. Returns also for a cancelled run: the caller raises
+    ComfyUI's exception once it has put the results away.
     """
-    display = _Display(run_dir, node_id)
+    display = _Display(run_dir, node_id, show_pictures)
 
     def on_event(event: Event) -> None:
         live.publish(run, event)

@@ -33,6 +33,7 @@ _LATER = {
     "PURPOSES": "recipes",
     "PanelApi": "panel.api",
     "PanelRequest": "panel.exchange",
+    "PreviewCell": "preview_job",
     "RunFolder": "runs.folder",
     "RunInfo": "runs.registry",
     "RunOutcome": "runs.supervisor",
@@ -43,6 +44,7 @@ _LATER = {
     "chart_pictures": "diagnostics.chart_pictures",
     "check_vae": "models.inspection",
     "config_hash": "runs.registry",
+    "create_preview_job": "preview_job",
     "create_run": "prepare",
     "describe_run": "runs.registry",
     "examine_dataset": "data.scan",
@@ -57,6 +59,7 @@ _LATER = {
     "memory_settings": "recipes",
     "newest_good": "checkpoints.manifest",
     "open_readonly": "runs.record",
+    "picture_of": "preview_job",
     "problem_groups": "diagnostics.report_text",
     "purpose_settings": "recipes",
     "read_lines": "config_lines",
@@ -74,6 +77,7 @@ _LATER = {
 """Names that are imported when they are asked for, and the module that holds each."""
 
 _OTHER_NAME = {
+    "PreviewCell": "Cell",
     "PANEL_HEARTBEAT_S": "HEARTBEAT_S",
     "PANEL_MAX_BODY": "MAX_BODY",
     "PANEL_PREFIX": "PREFIX",
@@ -108,6 +112,9 @@ if TYPE_CHECKING:
     from .panel.exchange import Request as PanelRequest
     from .prepare import change_run as change_run
     from .prepare import create_run as create_run
+    from .preview_job import Cell as PreviewCell
+    from .preview_job import create_preview_job as create_preview_job
+    from .preview_job import picture_of as picture_of
     from .recipes import MEMORY_SIZES as MEMORY_SIZES
     from .recipes import PURPOSES as PURPOSES
     from .recipes import memory_settings as memory_settings
@@ -150,6 +157,7 @@ __all__ = [
     "ResourceError",
     "TrainerError",
     "PANEL_HEARTBEAT_S",
+    "PreviewCell",
     "PANEL_MAX_BODY",
     "PANEL_PREFIX",
     "PanelRequest",

@@ -59,7 +59,7 @@ class LastWord:
 
 
 def main(arguments: list[str] | None = None, run: Run | None = None) -> int:
-    """Run a run folder to its end. `run` defaults to `trainer_core.build.run`, imported after output is redirected."""
+    """Run a run folder to its end. `run` defaults to what the folder asks for, imported after output is redirected."""
     parser = argparse.ArgumentParser(description="Train the run in RUN_DIR; events on standard output.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--supervised", action="store_true", help="the end of standard input means stop")
@@ -76,10 +76,7 @@ def main(arguments: list[str] | None = None, run: Run | None = None) -> int:
 
 def _run(folder: RunFolder, commands: Commands, sink: LastWord, run: Run | None) -> int:
     try:
-        if run is None:
-            from trainer_core.build import run as train
-
-            run = train
+        run = run or _work_of(folder)
         run(folder.path, commands=commands, sink=sink)
         if sink.status is None:
             _finish(folder, sink, "The run ended without saying how.")
@@ -92,6 +89,17 @@ def _run(folder: RunFolder, commands: Commands, sink: LastWord, run: Run | None)
         if sink.status is None:
             _finish(folder, sink, f"{type(error).__name__}: {error} (traceback in {folder.log_path.name})")
     return 0 if sink.status in ("finished", "stopped") else 1
+
+
+def _work_of(folder: RunFolder) -> Run:
+    """Training, or the other job that the folder's config asks for."""
+    if folder.read_config().get("job") == "preview":
+        from trainer_core.preview_job import run as preview
+
+        return preview
+    from trainer_core.build import run as train
+
+    return train
 
 
 def _finish(folder: RunFolder, sink: LastWord, message: str) -> None:

@@ -57,17 +57,19 @@ def config_hash(config: Mapping[str, Any], ignore: Iterable[str] = UNHASHED) -> 
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
-def list_runs(output_dir: str | Path, look: Callable[[RunFolder], RunInfo] | None = None) -> list[RunInfo]:
-    """Runs of `output_dir` and of its direct subfolders, newest first. `look` replaces `describe` (one that remembers)."""
+def list_runs(
+    output_dir: str | Path, look: Callable[[RunFolder], RunInfo] | None = None, *, newest: int | None = None
+) -> list[RunInfo]:
+    """Runs of `output_dir` and of its direct subfolders, newest first; only the `newest` n when it is given.
+
+    `look` replaces `describe` (one that remembers).
+    """
     root = Path(output_dir)
     found = {
         path.resolve(): path for pattern in ("", "*/") for path in root.glob(f"{pattern}{RUNS_FOLDER}/*/config.json")
     }
-    return sorted(
-        ((look or describe)(RunFolder(path.parent)) for path in found.values()),
-        key=lambda run: run.run_id,
-        reverse=True,
-    )
+    folders = sorted((RunFolder(path.parent) for path in found.values()), key=lambda run: run.run_id, reverse=True)
+    return [(look or describe)(folder) for folder in folders[:newest]]
 
 
 def find_interrupted(output_dir: str | Path, wanted_hash: str) -> RunInfo | None:
@@ -78,7 +80,7 @@ def find_interrupted(output_dir: str | Path, wanted_hash: str) -> RunInfo | None
 
 
 def find_unfinished(output_dir: str | Path, wanted_hash: str) -> RunInfo | None:
-    """The newest run with this config hash if it stopped or was interrupted and has a checkpoint to go on from, or None.
+    """The newest run with this config hash, if it stopped or was interrupted and has a checkpoint, else None.
 
     A newer run of the same config that finished, failed or still runs hides it: what was asked for is done.
     """

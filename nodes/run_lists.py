@@ -1,0 +1,75 @@
+"""Runs and checkpoints as entries of drop-down lists, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import trainer_core as core
+from . import host
+
+LATEST = "latest good checkpoint"
+SHOWN = 30
+"""Runs that lists show; older ones are found by their id all the same."""
+
+_SEPARATOR = " · "
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint of one run, and its line in a list."""
+
+    run: core.RunInfo
+    checkpoint: str
+    step: int
+    problem: str
+    line: str
+
+
+def checkpoint_entries(newest: int | None = SHOWN) -> list[Entry]:
+    """Every checkpoint of the newest runs, newest run first, newest checkpoint first."""
+    return [entry for run in core.list_runs(host.output_folder(), newest=newest) for entry in entries_of(run)]
+
+
+def entries_of(run: core.RunInfo) -> list[Entry]:
+    found: list[Entry] = []
+    for saved in core.scan_checkpoints(run.folder.checkpoints):
+        state = "damaged" if saved.problem else ("verified" if saved.verified else "complete")
+        line = _SEPARATOR.join((run.run_id, saved.name, state, run.state))
+        found.append(Entry(run, saved.name, saved.step, saved.problem or "", line))
+    return found
+
+
+def find_entry(line: str) -> Entry:
+    """The checkpoint a list entry names; its state words may have changed since. CheckpointError with what to do."""
+    if line == LATEST:
+        good = latest_good()
+        if good is None:
+            raise core.CheckpointError("There is no run with a good checkpoint yet. Train first.")
+        return good
+    run_id, _, rest = line.partition(_SEPARATOR)
+    name = rest.split(_SEPARATOR)[0]
+    for entry in checkpoint_entries(None):
+        if (entry.run.run_id, entry.checkpoint) == (run_id, name):
+            return entry
+    raise core.CheckpointError(f"The checkpoint {name!r} of run {run_id!r} is gone. Press R to read the list again.")
+
+
+def latest_good() -> Entry | None:
+    """The newest good checkpoint of the newest run that is not finished; of the newest run when all are."""
+    good = [entry for entry in checkpoint_entries() if not entry.problem]
+    return next((entry for entry in good if entry.run.state != "finished"), good[0] if good else None)
+
+
+def run_lines() -> list[str]:
+    """Runs as list entries, newest first."""
+    runs = core.list_runs(host.output_folder(), newest=SHOWN)
+    return [_SEPARATOR.join((run.run_id, run.state, f"step {run.step}")) for run in runs]
+
+
+def find_run(line: str) -> core.RunInfo:
+    """The run a list entry names. CheckpointError when it is gone."""
+    run_id = line.partition(_SEPARATOR)[0]
+    for run in core.list_runs(host.output_folder()):
+        if run.run_id == run_id:
+            return run
+    raise core.CheckpointError(f"The run {run_id!r} is gone. Press R to read the list again.")
