@@ -1,4 +1,4 @@
-"""What can be known about a run without loading it: headers of model, VAE and starting LoRA, device, number format.
+"""What can be known about a run without loading it: headers of model, VAE and starting LoRA, cache folder, device.
 
 `config_rules` looks at settings alone; this looks at the machine and at the first bytes of the files, so that a wrong
 file, a rule that matches no layer or a missing GPU is refused with the other problems and leaves no run folder behind.
@@ -7,6 +7,7 @@ Takes well under a second; a few where rules choose among the layers of a full-s
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -52,6 +53,21 @@ def _starting_lora(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("lora.weights", config.lora.weights, str(error), "")
 
 
+def _cache_folder(config: TrainConfig) -> Iterator[Problem]:
+    """Write a file where the caches will lie: permissions do not tell of read-only disks and shares."""
+    if not config.dataset.cache_dir:
+        return  # below the output folder, which is tried before the run folder is made
+    path = Path(config.dataset.cache_dir).expanduser().absolute()
+    existing = next((p for p in (path, *path.parents) if p.is_dir()), path)
+    try:
+        with tempfile.TemporaryFile(dir=existing, prefix=".write-test-") as probe:
+            probe.write(b"x" * 4096)
+            probe.flush()
+    except OSError as error:
+        why = f"{existing} cannot be written: {error.strerror or error}"
+        yield Problem("dataset.cache_dir", config.dataset.cache_dir, why, "Give a folder of your own, or unset it.")
+
+
 def _network(config: TrainConfig) -> Iterator[Problem]:
     from .networks.offline_check import network_problems
 
@@ -71,5 +87,6 @@ _CHECKS: tuple[tuple[set[str], Callable[[TrainConfig], Iterator[Problem]]], ...]
     ({"model.path", "model.vae", "model.config_dir"}, _model),
     ({"lora.weights"}, _starting_lora),
     ({"model.path", "model.config_dir", "lora.targets", "lora.network", "lora.network_args"}, _network),
+    ({"dataset.cache_dir"}, _cache_folder),
     ({"run.device"}, _device),
 )

@@ -10,26 +10,29 @@ Shapes: B batch, C latent channel, H W latent height and width.
 from __future__ import annotations
 
 import logging
+import shutil
 import time
-from collections import OrderedDict
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import torch
 
 from ..config import DatasetConfig
-from ..errors import DatasetError, NonFiniteError
+from ..errors import DatasetError, NonFiniteError, ResourceError
 from ..models import encode_images
-from .buckets import crop_tl_letterbox, crop_tl_true
+from .buckets import VAE_FACTOR, crop_tl_letterbox, crop_tl_true
 from .cache_files import ShardStore, digest
 from .decode import PictureError
 from .kohya_cache import read_kohya_latents, write_kohya_latents
 from .masks import MaskCache
 from .pool import DecodePool, Job, fit_job
 from .records import Item, StopRequested
+from .scan_warnings import Told, counted
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
@@ -43,6 +46,9 @@ _SHARD_BYTES = 64 * 2**20
 _SHARD_ENTRIES = 4096
 _RAM_BYTES = 128 * 2**20
 _PROGRESS_SECONDS = 0.2
+_BATCHES_AHEAD = 2
+_BYTES_A_PLACE = 4 * 2 * 4
+"""Channels, mean and standard deviation, fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,46 @@ class _Wanted:
     flipped: bool
 
 
+class _Missing(Sequence[_Wanted]):
+    """Entries to make, as places in `items`: each is put together when it is looked at."""
+
+    def __init__(self, cache: LatentCache, items: Sequence[Item]) -> None:
+        self.cache = cache
+        self.items = items
+        self.bytes_needed = 0
+        self._places = array("q")
+        self._flipped = bytearray()
+        self._buckets = array("l")
+        self._known: dict[tuple[int, int], int] = {}
+        self._order: np.ndarray = np.empty(0, np.int64)
+
+    def add(self, place: int, flipped: bool, bucket: tuple[int, int]) -> None:
+        self._places.append(place)
+        self._flipped.append(flipped)
+        self._buckets.append(self._known.setdefault(bucket, len(self._known)))
+        self.bytes_needed += bucket[0] * bucket[1] // VAE_FACTOR**2 * _BYTES_A_PLACE
+
+    def sort(self) -> None:
+        """Bring the entries into the order of their buckets."""
+        names = sorted(self._known)
+        rank = np.array([names.index(bucket) for bucket in self._known], dtype=np.int64)
+        self._order = np.argsort(rank[np.asarray(self._buckets)], kind="stable") if names else self._order
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> _Wanted: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[_Wanted]: ...
+    def __getitem__(self, index: int | slice) -> _Wanted | list[_Wanted]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        row = self._order[index]
+        item, flipped = self.items[self._places[row]], bool(self._flipped[row])
+        return _Wanted(self.cache.key(item, flipped), item, flipped)
+
+
 class LatentCache:
     """Cache in `folder` for one VAE. `fingerprint` identifies the VAE's weights.
 
@@ -77,7 +123,7 @@ class LatentCache:
         self.store = ShardStore(Path(folder), "latents", ("mean", "std"))
         self.masks = MaskCache(folder)
         self.kohya_cache = dataset.kohya_cache
-        self.foreign_refused: list[tuple[str, str]] = []
+        self.foreign_refused = Told()
         self._foreign: set[str] = set()
         self._ram: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._ram_bytes = 0
@@ -107,6 +153,7 @@ class LatentCache:
         """
         self.masks.ensure(items, should_stop=should_stop)
         missing = self._missing(items)
+        self._check_room(missing)
         told = 0.0
         done, pending, pending_bytes = 0, dict[str, dict[str, torch.Tensor]](), 0
         try:
@@ -130,6 +177,18 @@ class LatentCache:
         if self.kohya_cache == "write":
             self._write_foreign(items)
         return done
+
+    def notes(self) -> list[str]:
+        """What is worth saying about the cache after `ensure`, one sentence each."""
+        found = []
+        if self._foreign:
+            of = counted(len(self._foreign), "picture")
+            found.append(f"sd-scripts' latents (.npz) are used for {of}; which VAE made them cannot be told")
+        if self.foreign_refused.count:
+            found.append(f"sd-scripts' latents (.npz) are not used for {self.foreign_refused}: encoded anew")
+        if self.store.damaged:
+            found.append(f"damaged cache files were set aside and made again: {', '.join(self.store.damaged)}")
+        return found
 
     def load(self, item: Item, flipped: bool = False) -> LatentEntry:
         """The picture's latents; an entry that is missing or damaged is encoded again on the spot."""
@@ -167,19 +226,31 @@ class LatentCache:
             _, old = self._ram.popitem(last=False)
             self._ram_bytes -= sum(t.nbytes for t in old.values())
 
-    def _missing(self, items: Sequence[Item]) -> list[_Wanted]:
+    def _missing(self, items: Sequence[Item]) -> _Missing:
         """Entries to make, each key once, grouped by bucket in item order."""
-        found: dict[str, _Wanted] = {}
         if self.kohya_cache == "read":
             self._find_foreign(items)
+        found, seen = _Missing(self, items), set[bytes]()
         for flipped in (False, True):
-            for item in items:
+            for place, item in enumerate(items):
                 if item.source in self._foreign or flipped and not item.spec.flip:
                     continue
                 key = self.key(item, flipped)
-                if key not in self.store:
-                    found.setdefault(key, _Wanted(key, item, flipped))
-        return sorted(found.values(), key=lambda wanted: wanted.item.bucket)
+                if key not in self.store and (short := bytes.fromhex(key)) not in seen:
+                    seen.add(short)
+                    found.add(place, flipped, item.bucket)
+        found.sort()
+        return found
+
+    def _check_room(self, missing: _Missing) -> None:
+        """Raises ResourceError before hours of work when the disk cannot hold what they will make."""
+        free, needed = shutil.disk_usage(self.store.folder).free, missing.bytes_needed
+        if needed > free:
+            raise ResourceError(
+                f"The latents of {counted(len(missing), 'picture')} need {needed / 2**30:.1f} GiB, the disk of the "
+                f"cache '{self.store.folder}' has {free / 2**30:.1f} GiB free. Free some space, set dataset.cache_dir "
+                "to another disk, or use fewer pictures or a smaller dataset.resolution."
+            )
 
     def _find_foreign(self, items: Sequence[Item]) -> None:
         """Note pictures whose sd-scripts cache is valid, and which one is there but is not."""
@@ -188,7 +259,7 @@ class LatentCache:
             if not isinstance(found, str):
                 self._foreign.add(item.source)
             elif found != "it is not there":
-                self.foreign_refused.append((item.file, found))
+                self.foreign_refused.add(f"{item.file} ({found})")
                 log.warning("sd-scripts' cache of %s is not used: %s", item.file, found)
 
     def _from_foreign(self, item: Item, flipped: bool) -> dict[str, torch.Tensor] | None:
@@ -207,16 +278,21 @@ class LatentCache:
         self, wanted: Sequence[_Wanted], workers: int | None = None
     ) -> Iterator[tuple[list[_Wanted], dict[str, dict[str, torch.Tensor]]]]:
         """Batches of one bucket with their entries, decoded a few batches ahead of the VAE."""
-        batches = list(_batched(wanted))
         count = self.workers if workers is None else workers
         with DecodePool(count if len(wanted) > 1 else 0) as pool:
-            ahead: list[list[Callable[[], object]]] = []
-            for at, batch in enumerate(batches):
-                while len(ahead) <= at + 2 and len(ahead) < len(batches):
-                    ahead.append([pool.submit(self._job(one.item)) for one in batches[len(ahead)]])
-                pixels = [_pixels(result, one.item) for result, one in zip(ahead[at], batch, strict=True)]
-                ahead[at] = []
-                yield batch, self._encode(batch, pixels)
+            ahead: deque[tuple[list[_Wanted], list[Callable[[], object]]]] = deque()
+            for batch in _batched(wanted):
+                ahead.append((batch, [pool.submit(self._job(one.item)) for one in batch]))
+                if len(ahead) > _BATCHES_AHEAD:
+                    yield self._finished(*ahead.popleft())
+            while ahead:
+                yield self._finished(*ahead.popleft())
+
+    def _finished(
+        self, batch: list[_Wanted], results: list[Callable[[], object]]
+    ) -> tuple[list[_Wanted], dict[str, dict[str, torch.Tensor]]]:
+        pixels = [_pixels(result, one.item) for result, one in zip(results, batch, strict=True)]
+        return batch, self._encode(batch, pixels)
 
     def _job(self, item: Item) -> Job:
         return fit_job(

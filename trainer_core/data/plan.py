@@ -13,6 +13,7 @@ import numpy as np
 
 from ..draws import Draws
 from .records import Item, SampleRef
+from .subset import Subset
 
 
 class EpochBatches(Sequence[tuple[SampleRef, ...]]):
@@ -39,6 +40,13 @@ class EpochBatches(Sequence[tuple[SampleRef, ...]]):
 
     def __iter__(self) -> Iterator[tuple[SampleRef, ...]]:
         return (self._batch(at) for at in range(len(self)))
+
+    def samples_of(self, batches: int) -> np.ndarray:
+        """Sample numbers of the first `batches` batches."""
+        starts = self._starts[:batches]
+        return np.concatenate(
+            [self._samples[first : first + length] for first, length in starts] or [self._samples[:0]]
+        )
 
     def _batch(self, index: int) -> tuple[SampleRef, ...]:
         first, length = self._starts[index]
@@ -91,6 +99,13 @@ class BatchPlan:
         index = int(self._item_of_sample[sample])
         repeat = sample - int(self._first_sample[index])
         return SampleRef(index, repeat, self.items[index].key(repeat))
+
+    def items_seen(self, steps: int, accumulation: int) -> Sequence[Item]:
+        """The items that the first `steps` steps see, in item order."""
+        if steps >= self.steps_per_epoch(accumulation):
+            return self.items
+        samples = self.batches(0).samples_of(steps * accumulation)
+        return Subset(self.items, np.unique(self._item_of_sample[samples]))
 
     def largest_batch(self) -> tuple[SampleRef, ...]:
         """A batch with the most pixels of any in the plan, to try memory with before the first step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ class ScanReport:
         return "\n".join(lines)
 
 
-def captions_to_encode(items: Sequence[Item]) -> list[str] | None:
+def captions_to_encode(items: Iterable[Item]) -> list[str] | None:
     """Every caption that can come up in training, sorted, the empty one included; None when there is no end of them."""
     found = {""}
     for item in items:

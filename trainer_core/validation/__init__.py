@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .prompts import PreviewPrompt, SizeRule, parse_prompt_line, prompt_problems, read_prompts
 
 if TYPE_CHECKING:
-    from .holdout import Holdout, choose_holdout
+    from .holdout import Holdout, choose_holdout, hold_out
     from .isolation import undisturbed
     from .previews import PreviewResult, make_previews
     from .samplers import SAMPLERS, Conditioning, encode_prompts, sample_latents
@@ -21,6 +21,7 @@ _LAZY = {
     "Conditioning": "samplers",
     "Holdout": "holdout",
     "choose_holdout": "holdout",
+    "hold_out": "holdout",
     "PreviewResult": "previews",
     "SAMPLERS": "samplers",
     "StableValidation": "stable_loss",
@@ -42,6 +43,7 @@ __all__ = [
     "ValidationResult",
     "choose_holdout",
     "encode_prompts",
+    "hold_out",
     "make_previews",
     "parse_prompt_line",
     "prompt_problems",

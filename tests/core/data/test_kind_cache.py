@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +182,46 @@ def test_kind_cache_unwritable_folder_is_named(scan: Scan, vae: AutoencoderKL, t
         cache_in(tmp_path / "file" / "cache", vae)
 
 
+def test_kind_cache_unwritable_folder_is_refused_with_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer_core.config import TrainConfig
+    from trainer_core.config_rules import problems
+    from trainer_core.preflight import preflight
+
+    (tmp_path / "file").write_text("")
+    config = replace(TrainConfig(), dataset=DatasetConfig(cache_dir=str(tmp_path / "file" / "cache")))
+    found = [problem for problem in problems(config) if problem.field == "dataset.cache_dir"]
+    assert [problem.why for problem in found] == [f"{tmp_path / 'file'} is a file"]
+    config = replace(TrainConfig(), dataset=DatasetConfig(cache_dir=str(tmp_path / "new" / "cache")))
+    others = {"model.path", "lora.weights", "run.device"}
+    assert not [problem for problem in problems(config) if problem.field == "dataset.cache_dir"]
+    assert preflight(config, others) == []
+
+    def read_only(**_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("trainer_core.preflight.tempfile.TemporaryFile", read_only)
+    (problem,) = preflight(config, others)
+    assert (problem.field, problem.why) == (
+        "dataset.cache_dir",
+        f"{tmp_path} cannot be written: Read-only file system",
+    )
+
+
+def test_kind_cache_too_little_room_is_told_before_the_work(
+    scan: Scan, vae: AutoencoderKL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = pictures(tmp_path / "set", 3, scan)
+    cache = cache_in(tmp_path / "cache", vae)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 3 * 8 * 8 * 32 - 1))  # type: ignore[attr-defined]
+    with pytest.raises(ResourceError, match=r"latents of 3 pictures need 0\.0 GiB.*dataset\.cache_dir"):
+        cache.ensure(report.items)
+    assert len(cache.store) == 0
+    monkeypatch.undo()
+    assert cache.ensure(report.items) == 3
+
+
 def test_kind_cache_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ShardStore(tmp_path, "latents", ("mean",))
 
@@ -296,32 +338,6 @@ def test_kind_resume_state_a_new_attempt_draws_anew_and_keeps_the_pictures(
     assert not torch.equal(first[2], again[2])
 
 
-def test_kind_resume_state_the_trainer_loads_with_the_draws_of_its_attempt() -> None:
-    from types import SimpleNamespace
-
-    from trainer_core.config import TrainConfig
-    from trainer_core.events import EventBus
-    from trainer_core.trainer import Trainer
-
-    asked: list[Draws] = []
-
-    def load(epoch: int, refs: object, *, draws: Draws, step: int, total_steps: int) -> SimpleNamespace:
-        asked.append(draws)
-        return SimpleNamespace(files=("a.png",))
-
-    parts: Any = SimpleNamespace(
-        loader=SimpleNamespace(load=load), precision=SimpleNamespace(backward=lambda loss, samples: None)
-    )
-    trainer = Trainer(
-        parts, TrainConfig(), EventBus(run_id="r"), total_steps=4, seed=5, should_stop=lambda: False,
-        after_step=lambda step: None,
-    )  # fmt: skip
-    trainer.loss = lambda epoch, batch: torch.zeros(1)  # type: ignore[method-assign]
-    for trainer.state.attempt in (0, 1):
-        trainer._accumulate(0, [()])
-    assert asked == [Draws(5), Draws(5, attempt=1)]
-
-
 def test_batches_never_mix_buckets_and_carry_weights(vae: AutoencoderKL, tmp_path: Path, scan: Scan) -> None:
     for index in range(4):
         write(tmp_path / "set", f"{index}.png", png(64, 64, (index, 0, 0)))
@@ -345,6 +361,18 @@ def test_kind_determinism_order_is_a_function_of_seed_and_epoch(tmp_path: Path, 
     assert orders[0] == orders[1]
     assert orders[0] != orders[2]
     assert orders[0] != orders[3]
+
+
+def test_only_pictures_that_the_planned_steps_see_are_named(tmp_path: Path, scan: Scan) -> None:
+    items = pictures(tmp_path / "set", 9, scan).items
+    plan = BatchPlan(items, 2, Draws(7))
+    for steps, accumulation in ((1, 1), (2, 1), (2, 2), (4, 1)):
+        seen = plan.items_seen(steps, accumulation)
+        refs = [ref for batch in plan.batches(0)[: steps * accumulation] for ref in batch]
+        assert [item.file for item in seen] == [items[at].file for at in sorted({ref.item_index for ref in refs})]
+        assert len(seen) < 9
+    assert list(plan.items_seen(5, 1)) == list(items)
+    assert list(plan.items_seen(3, 2)) == list(items)
 
 
 def test_repeats_are_samples_of_their_own(tmp_path: Path, scan: Scan) -> None:

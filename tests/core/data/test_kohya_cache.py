@@ -82,8 +82,11 @@ def test_cache_uses_a_valid_one_and_encodes_the_others(item: Item, tmp_path: Pat
     assert entry.std_CHW.abs().max() == 0
     store(item, latents=np.ones((4, 8, 8), np.float32))
     again = LatentCache(tmp_path / "cache", vae, "v", DatasetConfig(workers=0, kohya_cache="read"))
+    assert cache.notes() == ["sd-scripts' latents (.npz) are used for 1 picture; which VAE made them cannot be told"]
     assert again.ensure([item]) == 1
-    assert again.foreign_refused[0][0] == "a b.png"
+    (note,) = again.notes()
+    assert "a b.png (its latents are (4, 8, 8), this bucket needs (4, 9, 7))" in note
+    assert note.endswith("encoded anew")
 
 
 def test_written_files_are_valid(item: Item, tmp_path: Path, vae: AutoencoderKL) -> None:

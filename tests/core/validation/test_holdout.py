@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trainer_core.config import ValidationConfig
 from trainer_core.draws import Draws
-from trainer_core.validation import choose_holdout
+from trainer_core.validation import choose_holdout, hold_out
 
 
 @dataclass(frozen=True)
@@ -66,3 +66,45 @@ def test_switched_off() -> None:
     choice = choose_holdout(pictures(40), ValidationConfig(enabled=False), Draws(3))
     assert (len(choice.training), choice.measured, choice.held_out) == (40, (), False)
     assert choice.reason == "The validation loss is switched off."
+
+
+@dataclass(frozen=True)
+class Spec:
+    validation_split: float | None = None
+
+
+@dataclass(frozen=True)
+class RunPicture(Picture):
+    is_prior: bool = False
+    spec: Spec = Spec()
+
+
+def test_prior_pictures_with_the_content_of_a_held_out_one_are_not_trained() -> None:
+    own = [RunPicture(f"{i}.png", f"h{i}") for i in range(40)]
+    prior = [RunPicture(f"prior:{i}.png", f"h{i}", is_prior=True) for i in range(30, 60)]
+    choice = hold_out([*own, *prior], ValidationConfig(split=0.5, max_pictures=16), Draws(3))  # type: ignore[list-item]
+    held = {picture.content_hash for picture in choice.measured}
+    both = len(held & {picture.content_hash for picture in prior})
+    assert (len(held), choice.held_out) == (16, True)
+    assert both > 1
+    assert not any(picture.is_prior for picture in choice.measured)
+    assert not held & {picture.content_hash for picture in choice.training}
+    assert len(choice.training) == 70 - 16 - both
+    assert choice.reason == (
+        "16 of 40 pictures are held out of training for the validation loss. "
+        f"{both} prior pictures have their content and are not trained on either."
+    )
+    assert hold_out(own, ValidationConfig(split=0.5), Draws(3)).reason.endswith("for the validation loss.")  # type: ignore[arg-type]
+
+
+def test_sets_with_shares_of_their_own_leak_nothing_and_lose_nothing() -> None:
+    one = [RunPicture(f"a/{i}.png", f"h{i}", spec=Spec(0.5)) for i in range(20)]
+    two = [RunPicture(f"b/{i}.png", f"h{i}", spec=Spec(0.25)) for i in range(10, 40)]
+    choice = hold_out([*one, *two], ValidationConfig(split=0.1, max_pictures=9), Draws(3))  # type: ignore[list-item]
+    held = {picture.content_hash for picture in choice.measured}
+    assert len(choice.measured) == 9
+    trained = {picture.content_hash for picture in choice.training}
+    assert not held & trained
+    assert held | trained == {f"h{i}" for i in range(40)}
+    gone = 50 - len(choice.training)
+    assert choice.reason == f"{gone} of 50 pictures are held out of training for the validation loss."
