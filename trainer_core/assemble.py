@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from .coverage_check import check_coverage
 from .data import (
     BatchLoader,
     BatchPlan,
+    Item,
     LatentCache,
     ScanReport,
     StopRequested,
@@ -36,7 +39,7 @@ from .optim import LiveWeights, Precision, build_optimizer, schedule_problem
 from .resume import RunIdentity, capture_state, data_digest, restore_state
 from .session import Session
 from .trainer import Trainer, TrainerParts
-from .validation import Holdout, PreviewPrompt, StableValidation, choose_holdout, make_previews, read_prompts
+from .validation import Holdout, PreviewPrompt, StableValidation, hold_out, make_previews, read_prompts
 from .validation.prompts import size_rule
 
 if TYPE_CHECKING:
@@ -100,12 +103,12 @@ class _Assembler:
 
     def assemble(self) -> Assembly:
         report = self._scan()
-        holdout = self._hold_out(report)
+        holdout = hold_out(report.items, self.config.validation, self.draws)
         plan = BatchPlan(holdout.training, self.config.dataset.batch_size, self.draws)
         self._warn("validation", holdout.reason)
         self._check_schedule(plan)
         model = self._load()
-        latents, texts = self._cache(model, report, holdout)
+        latents, texts = self._cache(model, plan, holdout)
         loader = BatchLoader(plan, latents, texts, self.config.dataset)
         network = self._network(model)
         check_coverage(self.folder, model, network, live_text=texts is None, bus=self.bus)
@@ -146,32 +149,6 @@ class _Assembler:
             self._warn("data", f"{hidden} more problems are listed by `safe-scaler scan {self.config.dataset.path}`.")
         return report
 
-    def _hold_out(self, report: ScanReport) -> Holdout:
-        """Prior pictures are trained on and never measured: they say nothing about the new concept."""
-        own = [item for item in report.items if not item.is_prior]
-        validation = self.config.validation
-        found = {item.spec.validation_split for item in own}
-        shares = sorted(found, key=lambda share: -1.0 if share is None else share)
-        if len(shares) < 2 and shares[0] is None:
-            holdout = choose_holdout(own, validation, self.draws)
-        else:  # a data-set config file may give each of its sets a share of its own
-            parts = [
-                choose_holdout(
-                    [item for item in own if item.spec.validation_split == share],
-                    validation if share is None else replace(validation, split=share),
-                    self.draws,
-                )
-                for share in shares
-            ]
-            held = [part for part in parts if part.held_out]
-            holdout = replace(
-                held[0] if held else parts[0],
-                training=tuple(item for part in parts for item in part.training),
-                measured=tuple(item for part in held or parts for item in part.measured)[: validation.max_pictures],
-                reason=" ".join(part.reason for part in held or parts),
-            )
-        return replace(holdout, training=(*holdout.training, *(item for item in report.items if item.is_prior)))
-
     def _check_schedule(self, plan: BatchPlan) -> None:
         """The number of steps may follow from the pictures, so what depends on it is checked here too."""
         trouble = schedule_problem(self.config.schedule, total_steps(self.config, plan))
@@ -197,24 +174,41 @@ class _Assembler:
         self._check_stop()
         return model
 
-    def _cache(self, model: SDXLModel, report: ScanReport, holdout: Holdout) -> tuple[LatentCache, TextCache | None]:
-        self._phase("caching", total=len(report.items))
+    def _cache(self, model: SDXLModel, plan: BatchPlan, holdout: Holdout[Item]) -> tuple[LatentCache, TextCache | None]:
+        seen = self._seen(plan)
+        self._phase("caching", total=len(seen))
         folder = _cache_folder(self.config)
         latents = LatentCache(folder, model.vae, model.fingerprints["vae"], self.config.dataset)
-        latents.ensure(
-            report.items,
-            progress=lambda done, total, file: self._phase("caching", done, total, file),
-            should_stop=self._stop_asked,
-        )
-        self._check_stop()
+        for items in (seen, holdout.measured):
+            latents.ensure(
+                items,
+                progress=lambda done, total, file: self._phase("caching", done, total, file),
+                should_stop=self._stop_asked,
+            )
+            self._check_stop()
+        for note in latents.notes():
+            self._warn("data", note)
         texts = None
-        captions = captions_to_encode(report.items)
+        captions = captions_to_encode(chain(seen, holdout.measured))
         if self._texts_are_cached(varied=captions is None):
             texts = TextCache(folder, model, self.config.dataset.max_token_length)
-            captions = captions or sorted({plain_caption(item) for item in report.items})
+            captions = captions or sorted({plain_caption(item) for item in chain(seen, holdout.measured)})
             texts.ensure(captions, should_stop=self._stop_asked)
             self._check_stop()
         return latents, texts
+
+    def _seen(self, plan: BatchPlan) -> Sequence[Item]:
+        """The pictures that the planned steps see: the others are not cached, and it is said."""
+        accumulation = self.config.gradient.accumulation
+        steps = total_steps(self.config, plan)
+        seen = plan.items_seen(steps, accumulation)
+        if len(seen) < len(plan.items):
+            self._warn(
+                "data",
+                f"The planned {steps} steps see {len(seen)} of {len(plan.items)} pictures; an epoch has "
+                f"{plan.steps_per_epoch(accumulation)} steps. The others are not cached.",
+            )
+        return seen
 
     def _texts_are_cached(self, *, varied: bool) -> bool:
         """Cached unless a text encoder is trained or captions differ from epoch to epoch."""
