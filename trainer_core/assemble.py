@@ -118,7 +118,13 @@ class _Assembler:
             self.config.optimizer,
             network.rate_factors(),
         )
-        precision = Precision(self.config.precision, self.compute, self.device)
+        precision = Precision(
+            self.config.precision,
+            self.compute,
+            self.device,
+            gradient=self.config.gradient,
+            safety=self.config.safety,
+        )
         weights = LiveWeights(optimizer, self.config.optimizer)
         parts = TrainerParts(model, network, optimizer, precision, objective, plan, loader, self.device, weights)
         session, trainer = self._session(parts, report, holdout, latents, texts)

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass
 
+from .config_memory import MemoryConfig as MemoryConfig
 from .config_option import STEPS_OR_SHARE as STEPS_OR_SHARE
 from .config_option import option
+from .config_safety import GradientConfig as GradientConfig
+from .config_safety import PrecisionConfig as PrecisionConfig
+from .config_safety import SafetyConfig as SafetyConfig
 from .config_training import ObjectiveConfig as ObjectiveConfig
 from .config_training import OptimizerConfig as OptimizerConfig
 from .config_training import ScheduleConfig as ScheduleConfig
@@ -218,23 +222,6 @@ class BucketConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    compute: str = option("auto", "number format of forward and backward", choices=("auto", "fp32", "bf16", "fp16"))
-    initial_loss_scale: float = option(65536.0, "first fp16 loss scale", min=1.0, advanced=True)
-    loss_scale_growth_interval: int = option(
-        2000, "applied steps without overflow before the loss scale doubles", min=1, advanced=True
-    )
-    max_rejected_steps: int = option(8, "rejected steps in a row that end the run", min=1, max=1000, advanced=True)
-    gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, about a third slower")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientConfig:
-    accumulation: int = option(1, "micro-batches in one step", min=1, max=4096)
-    max_norm: float = option(1.0, "clip the global gradient norm to this; 0 = off", min=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every_steps: int = option(0, "steps between checkpoints; 0 = only at the end and on stop", min=0)
     every_minutes: float = option(10.0, "minutes between checkpoints; 0 = by steps only", min=0.0)
@@ -312,6 +299,8 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     gradient: GradientConfig = field(default_factory=GradientConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    safety: SafetyConfig = field(default_factory=SafetyConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)

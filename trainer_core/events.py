@@ -49,7 +49,9 @@ class PhaseChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepFinished(Event):
-    """An applied step. `grad_norm` is the unscaled norm before clipping; memory in GiB; times in seconds."""
+    """An applied step. `grad_norm` is the unscaled norm before clipping, `clip_factor` what it was multiplied by;
+    memory in GiB; times in seconds. `left_out`: pictures (or tensors) that were left out of it. `phase` is the safe
+    scaler's; `rejected_share` that of the last 100 steps."""
 
     applied: int
     epoch: int
@@ -64,11 +66,17 @@ class StepFinished(Event):
     eta_seconds: float
     vram_gib: float
     clipped: bool = False
+    clip_factor: float = 1.0
+    left_out: tuple[str, ...] = ()
+    phase: str = ""
+    rejected_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRejected(Event):
-    """A step whose update was discarded. `culprits` are parameter names; `samples` picture files."""
+    """A step whose update was discarded. `culprits` are parameter names; `samples` picture files; `kind` the class of
+    the step, `where` the layer and block hit first, `micro_batch` its number (from 1), `timesteps` those of the
+    samples."""
 
     applied: int
     epoch: int
@@ -80,6 +88,12 @@ class StepRejected(Event):
     in_a_row: int
     culprits: tuple[str, ...] = ()
     samples: tuple[str, ...] = ()
+    kind: str = ""
+    where: str = ""
+    micro_batch: int | None = None
+    timesteps: tuple[int, ...] = ()
+    phase: str = ""
+    rejected_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +106,11 @@ class Verdict(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Intervention(Event):
+    """Something the trainer did by itself. `attempt` is set by a rollback: the rows that follow belong to it."""
+
     action: str
     reason: str = ""
+    attempt: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +150,14 @@ class LoraSaved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryState(Event):
+    """Bytes on the device. `evictable_tensors`: activations of 1 MiB and more of a micro-batch, `evictable_bytes`
+    theirs."""
+
     peak_allocated: int
     current_reserved: int
+    evictable_tensors: int = 0
+    evictable_bytes: int = 0
+    capacity: int = 0
     detail: str = ""
 
 

@@ -20,7 +20,7 @@ import torch
 from .config import TrainConfig
 from .draws import Draws
 from .errors import NonFiniteError
-from .events import EventBus, PhaseChanged, StepFinished, StepRejected
+from .events import EventBus, PhaseChanged, StepFinished, Verdict
 from .networks import DropoutDraws, Network
 from .optim import (
     LiveWeights,
@@ -31,7 +31,10 @@ from .optim import (
     learning_rate_factor,
     set_learning_rates,
 )
-from .optim.precision import bad_samples, nonfinite_parameters
+from .optim.clip_watch import ClipWatch
+from .optim.phases import Trigger
+from .step_guard import StepGuard
+from .step_work import StepWork
 
 if TYPE_CHECKING:
     from .data import Batch, BatchLoader, BatchPlan, SampleRef
@@ -43,12 +46,16 @@ _AVERAGE_DECAY = 0.98
 
 @dataclass
 class TrainState:
-    """Counters of a run. `loss_avg` is an exponential mean over applied steps (decay 0.98, started at the first)."""
+    """Counters of a run. `loss_avg` is an exponential mean over applied steps (decay 0.98, started at the first).
+
+    `skipped`: steps' worth of data that rollbacks left out; step s sees the data of position s + skipped.
+    """
 
     step: int = 0
     applied: int = 0
     rejected: int = 0
     attempt: int = 0
+    skipped: int = 0
     micro_batches: int = 0
     samples: int = 0
     loss_avg: float | None = None
@@ -131,6 +138,13 @@ class Trainer:
         self.state = TrainState()
         self.keepers: dict[str, Keeper] = {}
         """What else goes into checkpoints, by its name there ("health", "quarantine"); the loss scaler is "scaler"."""
+        self.guard = StepGuard(self)
+        self.clip_watch = ClipWatch()
+        self.keepers["clip_watch"] = self.clip_watch
+        self.lr_factor = 1.0
+        """Factor of the escalation ladder on all learning rates."""
+        self.recover: Callable[[Trigger], None] = self.halt
+        """What to do between steps when they keep failing: go back and try a rung, or raise NonFiniteError."""
 
     @property
     def draws(self) -> Draws:
@@ -148,49 +162,93 @@ class Trainer:
         while self.state.step < self.total_steps:
             if not self.train_step():
                 return "stopped"
-            self.after_step(self.state.step)
+            trigger = self.guard.take_trigger()
+            if trigger is None:
+                self.after_step(self.state.step)
+            else:
+                self.recover(trigger)
         return "finished"
+
+    def ask_for_recovery(self, trigger: Trigger) -> None:
+        """Let the ladder act after the present step (for verdicts of gradient health)."""
+        self.guard.trigger = trigger
+
+    def halt(self, trigger: Trigger) -> None:
+        """End the run.
+
+        Raises:
+            NonFiniteError: always.
+        """
+        guard = self.guard
+        where = f" First hit: {guard.last_where or ', '.join(guard.last_culprits[:3])}."
+        pictures = f" Pictures of the last step: {', '.join(guard.last_samples[:3])}."
+        raise NonFiniteError(
+            f"Stopped at step {self.state.step}: {trigger.reason} ({trigger.kind})."
+            f"{where if guard.last_where or guard.last_culprits else ''}{pictures if guard.last_samples else ''} "
+            "The adapter was not changed by these steps. Try precision.compute = 'bf16' (or 'fp32'), a lower learning "
+            "rate, or leave out the pictures named here.",
+            step=self.state.step,
+            sample_ids=guard.last_samples,
+        )
 
     def train_step(self) -> bool:
         """One step: accumulate, measure, decide. False when a stop was asked for; the step then never happened."""
         started = time.perf_counter()
         parts = self.parts
         epoch, group = self._position()
-        files = self._accumulate(epoch, group)
-        if files is None:
-            parts.precision.abandon(parts.optimizer)
-            return False
-        reading = parts.precision.read(parts.optimizer)
-        verdict = parts.precision.judge(reading)
+        work = self.guard.plan(epoch, group)
+        while work.batches:
+            if not self._accumulate(work):
+                parts.precision.abandon(parts.optimizer)
+                return False
+            reading = parts.precision.read(parts.optimizer)
+            verdict = parts.precision.judge(parts.optimizer, reading)
+            rest = self.guard.without_poison(work, reading, verdict)
+            if rest is None:
+                self._decide(work, reading, verdict, started)
+                return True
+            parts.precision.redo(parts.optimizer, reading)
+            work = rest
+        self.guard.nothing_left(work, group)
         self.state.step += 1
-        self.state.micro_batches += len(group)
-        self.state.samples += len(files)
-        if verdict.action == "apply":
-            self._apply(reading, epoch, started)
-        else:
-            self._reject(reading, verdict, epoch, files)
+        self.state.rejected += 1
         return True
 
     def _position(self) -> tuple[int, list[tuple[SampleRef, ...]]]:
         """Epoch and micro-batches of the next step. The last group of an epoch may be short."""
         accumulation = self.config.gradient.accumulation
-        epoch, index = divmod(self.state.step, self.parts.plan.steps_per_epoch(accumulation))
+        place = self.state.step + self.state.skipped
+        epoch, index = divmod(place, self.parts.plan.steps_per_epoch(accumulation))
         batches = self.parts.plan.batches(epoch)
         return epoch, list(batches[index * accumulation : (index + 1) * accumulation])
 
-    def _accumulate(self, epoch: int, group: list[tuple[SampleRef, ...]]) -> list[str] | None:
-        """Forward and backward of every micro-batch. Returns the files in order, or None when asked to stop."""
-        samples = sum(len(refs) for refs in group)
-        files: list[str] = []
-        for refs in group:
+    def _accumulate(self, work: StepWork) -> bool:
+        """Forward and backward of every micro-batch. False when asked to stop."""
+        for refs in work.batches:
             if self.should_stop():
-                return None
-            batch = self.parts.loader.load(
-                epoch, refs, draws=self.draws, step=self.state.applied, total_steps=self.total_steps
-            )
-            self.parts.precision.backward(self.loss(epoch, batch), samples)
-            files.extend(batch.files)
-        return files
+                return False
+            self.parts.precision.backward(self.loss(work.epoch, self.load(work.epoch, refs)), work.divisor)
+        return True
+
+    def load(self, epoch: int, refs: tuple[SampleRef, ...]) -> Batch:
+        """The micro-batch of `refs` as the present attempt sees it; the same again for the same arguments."""
+        return self.parts.loader.load(
+            epoch, refs, draws=self.draws, step=self.state.applied, total_steps=self.total_steps
+        )
+
+    def _decide(self, work: StepWork, reading: StepReading, verdict: StepVerdict, started: float) -> None:
+        state, parts = self.state, self.parts
+        if verdict.action != "apply":
+            self.guard.rejected(work, reading, verdict)  # may compute the step again, so nothing is counted before
+        state.step += 1
+        state.micro_batches += len(work.batches)
+        state.samples += len(work.refs)
+        if verdict.action == "apply":
+            self._apply(work, reading, verdict, started)
+        else:
+            parts.precision.reject(parts.optimizer, verdict, reading)
+            state.rejected += 1
+        self.guard.decided(verdict.kind, reading)
 
     def loss(self, epoch: int, batch: Batch) -> torch.Tensor:
         """Weighted per-sample loss (B,) of a micro-batch, with gradients."""
@@ -216,12 +274,12 @@ class Trainer:
         embeds = encode_captions(self.parts.model, batch.captions, max_token_length=length)
         return embeds.context_BTD, embeds.pooled_BD
 
-    def _apply(self, reading: StepReading, epoch: int, started: float) -> None:
+    def _apply(self, work: StepWork, reading: StepReading, verdict: StepVerdict, started: float) -> None:
         state, parts = self.state, self.parts
         base_rate = self.config.optimizer.learning_rate
         factor = learning_rate_factor(self.config.schedule, state.applied, self.total_steps, base_rate)
-        set_learning_rates(parts.optimizer, factor)
-        clipped = parts.precision.apply(parts.optimizer, reading, self.config.gradient.max_norm)
+        set_learning_rates(parts.optimizer, factor * self.lr_factor)
+        clip = parts.precision.apply(parts.optimizer, reading, verdict)
         rates = effective_rates(parts.optimizer)
         if self.config.lora.max_norm > 0:
             parts.network.apply_max_norm(self.config.lora.max_norm)
@@ -231,11 +289,12 @@ class Trainer:
         state.loss_avg = _AVERAGE_DECAY * before + (1.0 - _AVERAGE_DECAY) * reading.loss
         seconds = time.perf_counter() - started
         state.seconds += seconds
+        phases = parts.precision.phases
         self.bus.emit(
             StepFinished(
                 step=state.step,
                 applied=state.applied,
-                epoch=epoch,
+                epoch=work.epoch,
                 loss=reading.loss,
                 loss_avg=state.loss_avg,
                 grad_norm=reading.grad_norm,
@@ -246,43 +305,16 @@ class Trainer:
                 seconds=seconds,
                 eta_seconds=(self.total_steps - state.step) * state.seconds / state.applied,
                 vram_gib=memory_gib(parts.device),
-                clipped=clipped,
+                clipped=clip.acted,
+                clip_factor=clip.factor,
+                left_out=self.guard.files(work.dropped) + verdict.left_out,
+                phase=phases.phase,
+                rejected_share=phases.rejected_share,
             )
         )
-
-    def _reject(self, reading: StepReading, verdict: StepVerdict, epoch: int, files: list[str]) -> None:
-        state, precision = self.state, self.parts.precision
-        culprits = nonfinite_parameters(self.parts.optimizer)
-        samples = bad_samples(reading, files) or tuple(dict.fromkeys(files))
-        precision.reject(self.parts.optimizer, verdict, reading)
-        state.rejected += 1
-        self.bus.emit(
-            StepRejected(
-                step=state.step,
-                applied=state.applied,
-                epoch=epoch,
-                reason=verdict.reason,
-                loss=reading.loss,
-                grad_norm=reading.grad_norm,
-                loss_scale=reading.loss_scale,
-                rejected_steps=state.rejected,
-                in_a_row=precision.rejected_in_a_row,
-                culprits=culprits,
-                samples=samples[:8],
-            )
-        )
-        if verdict.action == "halt":
-            raise NonFiniteError(halt_text(state.step, verdict, culprits, samples), step=state.step, sample_ids=samples)
-
-
-def halt_text(step: int, verdict: StepVerdict, culprits: tuple[str, ...], samples: tuple[str, ...]) -> str:
-    """What the user reads when the run gives up."""
-    where = f" First parameters hit: {', '.join(culprits[:3])}." if culprits else ""
-    pictures = f" Pictures of the last step: {', '.join(samples[:3])}." if samples else ""
-    return (
-        f"Stopped at step {step}: {verdict.reason}.{where}{pictures} The adapter was not changed by these steps. "
-        "Try precision.compute = 'bf16' (or 'fp32'), a lower learning rate, or leave out the pictures named here."
-    )
+        share = clip.norm / reading.grad_norm if reading.grad_norm > 0 else 1.0
+        for news in self.clip_watch.see(reading.grad_norm, share if clip.acted else 1.0):
+            self.bus.emit(Verdict(step=state.step, kind=news.kind, sentence=news.sentence, severity=news.severity))
 
 
 def memory_gib(device: torch.device) -> float:
