@@ -46,7 +46,8 @@ def choose_holdout(items: Sequence[P], config: ValidationConfig, draws: Draws) -
     wanted = min(round(config.split * ranked.contents), config.max_pictures)
     if wanted < _FEWEST_HELD_OUT:
         measured = tuple(items[place] for place in sorted(first))
-        why = "none is to be held out" if config.split == 0 else f"{len(items)} pictures are too few to hold some out"
+        few = "1 picture is" if len(items) == 1 else f"{len(items)} pictures are"
+        why = "none is to be held out" if config.split == 0 else f"{few} too few to hold some out"
         return Holdout(items, measured, False, f"The validation loss is measured on trained pictures: {why}.")
     measured = tuple(items[place] for place in sorted(first[:wanted]))
     training = _without(items, measured)
