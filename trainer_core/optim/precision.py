@@ -80,15 +80,6 @@ class Precision:
         return self.scaler.enabled
 
     @property
-    def losses(self) -> list[torch.Tensor]:
-        """Losses of the micro-batches of this step so far, in order; several processes put in those of all."""
-        return self.losses
-
-    @losses.setter
-    def losses(self, losses: list[torch.Tensor]) -> None:
-        self.losses = losses
-
-    @property
     def rejected_in_a_row(self) -> int:
         return self.phases.rejected_in_a_row
 
