@@ -62,6 +62,33 @@ test("going back to a checkpoint takes back what came after", () => {
   assert.equal(state.missed, false);
 });
 
+test("a rollback takes the steps anew", () => {
+  const state = fold(runStarted(1), stepFinished(2, 1), stepFinished(3, 2, { loss: 9 }), stepFinished(4, 3, { loss: 9 }));
+  apply(state, event("Intervention", 5, 1, { action: "went back to step 1", reason: "exploding", attempt: 1 }));
+  apply(state, stepFinished(6, 2, { loss: 0.2 }));
+  assert.deepEqual(state.curves.points(["loss"]), { x: [1, 2], lines: [[0.5, 0.2]] });
+  assert.equal(state.run.step, 2);
+  assert.equal(state.missed, false);
+});
+
+test("a verdict that is over is shown no more, also after a reload", () => {
+  const verdict = (seq, severity) => event("Verdict", seq, seq, { kind: "STALE", where: "te1", sentence: "s", severity });
+  const state = fold(verdict(1, "warning"));
+  assert.equal(state.verdicts.size, 1);
+  apply(state, verdict(2, "ok"));
+  assert.equal(state.verdicts.size, 0);
+  const late = fromSnapshot(snapshot({ events: [verdict(1, "warning"), verdict(2, "ok"), verdict(3, "warning")] }));
+  assert.deepEqual([...late.verdicts.values()].map((one) => one.step), [3]);
+});
+
+test("norms of module groups are one line a part", () => {
+  const state = newRun("r");
+  state.health.norms = { "up0.ff": [[1, 3]], "down1.cross": [[1, 3], [2, 0]], "down2.ff": [[1, 4], [2, 1]], te1: [[1, 0.5]] };
+  const chart = charts(state).find((one) => one.key === "norms");
+  const lines = chart.groups.slice(1).map((one) => [one.lines[0].label, one.x, one.lines[0].y]);
+  assert.deepEqual(lines, [["UNet down", [1, 2], [5, 1]], ["UNet up", [1], [3]], ["Text encoder 1", [1], [0.5]]]);
+});
+
 test("the same preview told twice stands once", () => {
   const told = (seq) => event("PreviewReady", seq, 5, { file: "x.png", prompt: "p", index: 1, seed: 1 });
   assert.deepEqual(fold(told(1), told(2)).previews.map((row) => row.id), ["5-1"]);

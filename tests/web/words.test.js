@@ -3,9 +3,9 @@ import { test } from "node:test";
 
 import { Alerts } from "../../web/js/alerts.js";
 import { readReply, shortName } from "../../web/js/comfy_host.js";
-import { bareName, bytes, clock, duration, memory, number, plural } from "../../web/js/format.js";
+import { bareName, bytes, clock, duration, memory, number, plural, tick } from "../../web/js/format.js";
 import { byPrompt } from "../../web/js/gallery.js";
-import { phaseWords, sentence, stateWord, tone } from "../../web/js/sentences.js";
+import { phaseWords, sentence, stateWord, tone, verdictWord } from "../../web/js/sentences.js";
 import { event, runFinished, stepFinished, stepRejected } from "./events.mjs";
 
 test("numbers as a person reads them", () => {
@@ -20,11 +20,19 @@ test("numbers as a person reads them", () => {
   assert.deepEqual([plural(1, "step"), plural(1200, "step")], ["1 step", "1,200 steps"]);
 });
 
+test("ticks differ from their neighbours", () => {
+  assert.deepEqual([0.02855, 0.0286, 0.02865].map((value) => tick(value, 0.00005)), ["0.02855", "0.0286", "0.02865"]);
+  assert.deepEqual([0, 500, 1000].map((value) => tick(value, 500)), ["0", "500", "1,000"]);
+  assert.deepEqual([1e-4, 1.5e-4].map((value) => tick(value, 5e-5)), ["1.0e-4", "1.5e-4"]);
+  assert.deepEqual([0.001, 0.1, 65536].map((value) => tick(value, 0)), ["0.001", "0.1", "65,536"]);
+  assert.equal(tick(null, 1), "");
+});
+
 test("each kind of event has its sentence", () => {
   const told = (type, data, step = 3) => sentence(event(type, 1, step, data));
   assert.equal(told("Warned", { topic: "settings", message: "m" }).tone, "note");
   assert.equal(told("Warned", { topic: "checkpoint", message: "disk full" }).tone, "warn");
-  assert.match(told("Intervention", { action: "Learning rate halved", reason: "spikes" }).text, /halved, because spikes\.$/);
+  assert.match(told("Intervention", { action: "Learning rate halved", reason: "spikes" }).text, /^Learning rate halved \(spikes\)\.$/);
   assert.deepEqual(told("Verdict", { kind: "dead", where: "te1", sentence: "Text encoder 1 gets no gradient", severity: "warning" }), {
     tone: "warn",
     text: "Text encoder 1 gets no gradient",
@@ -37,7 +45,9 @@ test("each kind of event has its sentence", () => {
   assert.equal(told("Heartbeat", {}), null);
   assert.equal(phaseWords({ phase: "caching", done: 3, total: 9 }), "Preparing pictures and captions 3 of 9");
   assert.deepEqual([stateWord("running", true), stateWord("interrupted")], ["Paused", "Interrupted"]);
-  assert.deepEqual(["healthy", "warning", "exploding", "info"].map(tone), ["good", "warn", "bad", "note"]);
+  const verdicts = ["HEALTHY", "warning", "EXPLODING", "info", "NON-FINITE", "TE1-DEAD", "CLIP-SATURATED", "IMBALANCED"];
+  assert.deepEqual(verdicts.map(tone), ["good", "warn", "bad", "note", "bad", "bad", "warn", "warn"]);
+  assert.deepEqual(["TE1-DEAD", "HEALTHY"].map(verdictWord), ["Text encoder 1 dead", "Healthy"]);
 });
 
 test("alerts follow the setting, and a storm is one message", () => {

@@ -15,6 +15,7 @@ from .. import __version__
 from ..errors import TrainerError
 from ..runs.protocol import COMMANDS
 from ..runs.record import open_readonly
+from ..runs.registry import RunInfo
 from . import control, snapshot, storage
 from .exchange import Refused, Reply, Request, check, refusal
 from .run_list import RunList, facts
@@ -56,6 +57,7 @@ class PanelApi:
         self.interval_ms = DEFAULT_INTERVAL_MS
         self._live = live
         self._on_interval = on_interval
+        self._paused: frozenset[str] = frozenset()
         self._routes: list[tuple[str, re.Pattern[str], Handler]] = [
             (method, re.compile(pattern), handler)
             for method, pattern, handler in (
@@ -97,6 +99,9 @@ class PanelApi:
             raise Refused(405, "method", f"{request.method} is not possible here, only {', '.join(allowed)}.")
         raise Refused(404, "no_such_route", "There is nothing at this address. docs/http_api.md lists the addresses.")
 
+    def _facts(self, info: RunInfo) -> dict[str, Any]:
+        return facts(info, self._live().get(info.run_id), paused=info.run_id in self._paused)
+
     def _config(self, _: Request) -> Reply:
         return _json(
             {
@@ -120,26 +125,22 @@ class PanelApi:
         return _json({"interval_ms": whole})
 
     def _list(self, _: Request) -> Reply:
-        live = self._live()
-        return _json({"runs": [facts(info, live=info.run_id in live) for info in self.runs.all()]})
+        return _json({"runs": [self._facts(info) for info in self.runs.all()]})
 
     def _run(self, _: Request, run_id: str) -> Reply:
-        folder = self.runs.find(run_id)
-        return _json(facts(self.runs.describe(folder), live=run_id in self._live()))
+        return _json(self._facts(self.runs.describe(self.runs.find(run_id))))
 
     def _snapshot(self, request: Request, run_id: str) -> Reply:
         folder = self.runs.find(run_id)
         points = request.number("points", _POINTS, 10, 5000)
-        info = self.runs.describe(folder)
-        return _json(snapshot.snapshot(folder, info, live=run_id in self._live(), points=points))
+        return _json(snapshot.snapshot(folder, self._facts(self.runs.describe(folder)), points))
 
     def _updates(self, request: Request, run_id: str) -> Reply:
         folder = self.runs.find(run_id)
-        info = self.runs.describe(folder)
+        run = self._facts(self.runs.describe(folder))
         after_seq = request.number("after_seq", -1, -1, 10**12)
         after_step = request.number("after_step", -1, -1, 10**12)
-        live = run_id in self._live()
-        return _json(snapshot.updates(folder, info, live=live, after_seq=after_seq, after_step=after_step))
+        return _json(snapshot.updates(folder, run, after_seq=after_seq, after_step=after_step))
 
     def _previews(self, _: Request, run_id: str) -> Reply:
         folder = self.runs.find(run_id)
@@ -156,7 +157,11 @@ class PanelApi:
         cmd = body.get("cmd")
         if set(body) != {"cmd"} or not isinstance(cmd, str):
             raise Refused(400, "bad_command", f"The body must be {{cmd}}, one of {', '.join(COMMANDS)}.")
-        return _json(control.command(folder, self._live().get(run_id), cmd))
+        answer = control.command(folder, self._live().get(run_id), cmd)
+        if answer["ok"] and cmd in ("pause", "resume", "stop"):
+            # No event tells a panel that comes later that the run waits.
+            self._paused = self._paused | {run_id} if cmd == "pause" else self._paused - {run_id}
+        return _json(answer)
 
     def _disk(self, _: Request, run_id: str) -> Reply:
         return _json(storage.disk_use(self.runs.find(run_id)))

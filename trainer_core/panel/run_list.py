@@ -73,8 +73,8 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def facts(info: RunInfo, *, live: bool) -> dict[str, Any]:
-    """One line of the run list, safe for JSON."""
+def facts(info: RunInfo, followed: object | None = None, *, paused: bool = False) -> dict[str, Any]:
+    """One line of the run list, safe for JSON. `followed`: the run as this program follows it, if it does."""
     name = ""
     if not info.problem:
         name = str(info.folder.read_config().get("config", {}).get("run", {}).get("output_name", ""))
@@ -82,7 +82,9 @@ def facts(info: RunInfo, *, live: bool) -> dict[str, Any]:
         "run_id": info.run_id,
         "name": name,
         "state": info.state,
-        "live": live,
+        "live": followed is not None,
+        "node_ids": list(getattr(followed, "node_ids", ())),
+        "paused": paused and info.state == "running",
         "step": info.step,
         "total_steps": info.total_steps,
         "started": info.started,

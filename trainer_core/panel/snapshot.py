@@ -12,7 +12,6 @@ from typing import Any
 from ..errors import TrainerError
 from ..runs.folder import RunFolder
 from ..runs.record import RunRecord, open_readonly
-from .run_list import facts
 
 VERSION = 1
 MOST_EVENTS = 400
@@ -26,12 +25,11 @@ _FILE_FIELDS = ("file", "lora")
 Row = dict[str, Any]
 
 
-def snapshot(folder: RunFolder, info: Any, *, live: bool, points: int) -> Row:
-    """Everything the panel shows of a run. `info`: its `RunInfo`; `points`: buckets of the curves.
+def snapshot(folder: RunFolder, run: Row, points: int) -> Row:
+    """Everything the panel shows of a run. `run`: its `facts`; `points`: buckets of the curves.
 
     A run without a readable record (it has not begun, or the record is damaged) gives an empty snapshot with `problem`.
     """
-    run = facts(info, live=live)
     base: Row = {"v": VERSION, "now": time.time(), "run": run, "seq": 0}
     try:
         with open_readonly(folder.database_path) as record:
@@ -70,7 +68,7 @@ def _recorded(record: RunRecord, run: Row, points: int) -> Row:
     }
 
 
-def updates(folder: RunFolder, info: Any, *, live: bool, after_seq: int, after_step: int) -> Row:
+def updates(folder: RunFolder, run: Row, *, after_seq: int, after_step: int) -> Row:
     """What came after `after_seq`, for panels without a socket: events in wire form, and newer health figures.
 
     `more` says that the answer was cut and a snapshot is the shorter way.
@@ -79,7 +77,7 @@ def updates(folder: RunFolder, info: Any, *, live: bool, after_seq: int, after_s
         wires = record.wires(after_seq=after_seq, limit=MOST_UPDATES)
         events = [{"v": 1, "run_id": folder.run_id, **without_paths(wire)} for wire in wires]
         fresh = health(record, after=after_step)
-    return {"run": facts(info, live=live), "events": events, "health": fresh, "more": len(events) >= MOST_UPDATES}
+    return {"run": run, "events": events, "health": fresh, "more": len(events) >= MOST_UPDATES}
 
 
 def health(record: RunRecord, after: int = -1) -> Row:

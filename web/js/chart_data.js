@@ -63,13 +63,6 @@ export function merged(groups) {
   return { x: steps, lines };
 }
 
-/** Norm of each module group for the compact monitor: the last values, largest first. */
-export function latestNorms(state) {
-  return Object.entries(state.health.norms)
-    .filter(([, list]) => list.length > 0)
-    .map(([module, list]) => ({ module, norm: list[list.length - 1][1] }));
-}
-
 function group(curves, wanted) {
   const present = wanted.filter(([name]) => curves.has(name));
   const { x, lines } = curves.points(present.map(([name]) => name));
@@ -81,19 +74,39 @@ function points(pairs, label, role) {
   return { x: sorted.map(([step]) => step), lines: [{ label, role, y: sorted.map(([, value]) => value) }] };
 }
 
+/** A line for each part: dozens of module groups could not be told apart. A norm of several is the root of their squares. */
 function norms(table) {
-  // A line for each of at most eight groups; more could not be told apart.
-  return Object.entries(table)
+  const parts = new Map();
+  for (const [module, pairs] of Object.entries(table)) {
+    const part = partOf(module);
+    if (!parts.has(part)) parts.set(part, new Map());
+    const sums = parts.get(part);
+    for (const [step, norm] of pairs) sums.set(step, (sums.get(step) ?? 0) + norm * norm);
+  }
+  return [...parts]
+    .sort(([a], [b]) => PARTS.indexOf(a) - PARTS.indexOf(b))
     .slice(0, 8)
-    .map(([module, pairs], index) => points(pairs, partName(module), `part${index + 1}`));
+    .map(([part, sums], index) => points([...sums].map(([step, sum]) => [step, Math.sqrt(sum)]), part, `part${index + 1}`));
+}
+
+const PARTS = ["UNet down", "UNet middle", "UNet up", "UNet", "Text encoder 1", "Text encoder 2"];
+
+/** The part of a module group such as `down1.cross`, `mid.ff`, `te1`. */
+export function partOf(module) {
+  if (/^down\d/.test(module)) return "UNet down";
+  if (/^up\d/.test(module)) return "UNet up";
+  if (/^mid\b/.test(module)) return "UNet middle";
+  return partName(module);
 }
 
 function limits(memory) {
   if (!memory) return [];
   const reserved = memory.current_reserved / GB;
   const peak = memory.peak_allocated / GB;
+  const capacity = (memory.capacity ?? 0) / GB;
   return [
     ...(reserved > 0 ? [{ label: "reserved", value: reserved }] : []),
     ...(peak > 0 ? [{ label: "peak", value: peak }] : []),
+    ...(capacity > 0 ? [{ label: "total", value: capacity }] : []),
   ];
 }

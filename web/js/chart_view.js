@@ -3,7 +3,7 @@
 import uPlot from "./vendor/uPlot-1.6.32.mjs";
 import { merged } from "./chart_data.js";
 import { h, setText } from "./dom.js";
-import { number } from "./format.js";
+import { number, tick } from "./format.js";
 
 const COLORS = {
   dark: {
@@ -74,8 +74,8 @@ export class ChartView {
       scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
         y: positive ? { distr: 3 } : { range: roomy } },
       axes: [
-        { ...axis, size: 22, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? number(tick, 6) : "")) },
-        { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+        { ...axis, size: 22, values: (_, list, _a, _s, gap) => list.map((one) => (Number.isInteger(one) ? tick(one, gap) : "")) },
+        { ...axis, size: 56, values: (_, list, _a, _s, gap) => list.map((one) => tick(one, positive ? 0 : gap)) },
       ],
       series: [{}, ...this.lines.map((line) => this.#series(line))],
       hooks: { setCursor: [(plot) => this.#describe(plot.cursor.idx)], draw: [(plot) => this.#mark(plot)] },

@@ -23,17 +23,18 @@ export class Controls {
 
   update(state) {
     const { run } = state;
-    if (this.runId !== run.run_id) setText(this.answer, "");
+    const running = state.loaded && run.state === "running";
+    if (this.runId !== run.run_id || this.running !== running) setText(this.answer, "");
     this.runId = run.run_id;
+    this.running = running;
     this.paused = state.paused;
-    const running = run.state === "running";
     for (const [cmd, button] of this.buttons) {
       button.hidden = !running;
       // Another program's run takes no commands here, but it can be stopped.
       attribute(button, "disabled", this.busy.has(cmd) || (!run.live && cmd !== "stop"));
     }
     setText(this.buttons.get("pause"), state.paused ? "Go on" : "Pause");
-    this.report.hidden = running || run.state === "interrupted";
+    this.report.hidden = !state.loaded || running || run.state === "interrupted";
     attribute(this.report, "href", this.env.reportUrl(run.run_id));
     if (running && !run.live && this.answer.textContent === "") {
       setText(this.answer, "Started by another program: here it can be watched and stopped.");

@@ -9,6 +9,19 @@ export function number(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
+/** The label of a tick on an axis whose ticks are `step` apart: as many digits as tell neighbours apart. */
+export function tick(value, step) {
+  if (typeof value !== "number") return "";
+  const size = Math.abs(value);
+  if (value === 0) return "0";
+  if (size < 1e-3 || size >= 1e6) {
+    const digits = step > 0 ? Math.max(0, Math.floor(Math.log10(size)) - Math.floor(Math.log10(step))) : 0;
+    return value.toExponential(Math.min(digits, 4)).replace("e+", "e");
+  }
+  const decimals = step > 0 ? Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) : 3;
+  return value.toLocaleString("en-US", { maximumFractionDigits: Math.min(decimals, 8), minimumFractionDigits: 0 });
+}
+
 /** Seconds as "45 s", "12 min", "3 h 05 min". */
 export function duration(seconds) {
   if (typeof seconds !== "number" || !Number.isFinite(seconds) || seconds < 0) return "–";

@@ -2,16 +2,16 @@
 
 import { h, keyed, setText } from "./dom.js";
 import { number } from "./format.js";
-import { partName, tone } from "./sentences.js";
+import { partName, tone, verdictWord } from "./sentences.js";
 
 const SIGNS = { good: "✓", warn: "▲", bad: "✕", note: "·" };
-const MOST_COLUMNS = 5;
-const TITLES = {
-  norm: "Norm",
-  grad_norm: "Norm",
-  update_ratio: "Update / weight",
-  clip_ratio: "Clipped",
-  zero_share: "Zeros",
+
+/** Columns that are shown where some row has them; `help` is the heading's title. */
+const FIGURES = {
+  norm: { title: "Norm", help: "Gradient norm of the group", text: (value) => number(value) },
+  update_ratio: { title: "Update / weight", help: "How far one step moves the weights, as a share of them", text: share },
+  zero_share: { title: "Zeros", help: "Share of the gradients that are exactly zero", text: share },
+  consistency: { title: "Direction", help: "How well the gradients of successive steps agree, 0 to 1", text: (value) => number(value, 2) },
 };
 
 export class HealthTable {
@@ -25,28 +25,26 @@ export class HealthTable {
   }
 
   update(state) {
-    const rows = state.health.rows;
-    const columns = numberColumns(rows);
+    const rows = worstFirst(state.health.rows);
+    const columns = Object.keys(FIGURES).filter((name) => rows.some((row) => typeof row.data[name] === "number"));
     this.table.hidden = rows.length === 0;
     setText(this.table.firstChild, rows.length ? `Measured at step ${state.health.step}` : "");
-    keyed(this.head, ["Part", "State", ...columns], (name) => name, (name) =>
-      h("th", { scope: "col", text: TITLES[name] ?? name.replaceAll("_", " ") }),
-    ); // prettier-ignore
     keyed(
-      this.body,
-      rows,
-      (row) => row.module,
-      (row) => h("tr", {}, ...cells(row, columns)),
-      (element, row) => element.replaceChildren(...cells(row, columns)),
+      this.head,
+      ["Part", "State", ...columns],
+      (name) => name,
+      (name) => h("th", { scope: "col", text: FIGURES[name]?.title ?? name, title: FIGURES[name]?.help }),
     );
-    const verdicts = [...state.verdicts.entries()];
+    keyed(this.body, rows, (row) => row.module, () => h("tr", {}));
+    rows.forEach((row, index) => fillRow(this.body.children[index], row, columns));
+    const verdicts = [...state.verdicts.entries()].reverse();
     keyed(
       this.list,
       verdicts,
       ([name]) => name,
       () => h("li", {}, h("b", {}), h("span", {})),
     );
-    verdicts.forEach(([name, verdict], index) => fillVerdict(this.list.children[index], name, verdict));
+    verdicts.forEach(([, verdict], index) => fillVerdict(this.list.children[index], verdict));
     this.empty.hidden = rows.length + verdicts.length > 0;
     setText(this.empty, emptyWords(state));
   }
@@ -59,29 +57,30 @@ function emptyWords(state) {
   return "Every step had finite gradients. Figures for each part are not recorded for this run.";
 }
 
-function fillVerdict(element, name, verdict) {
-  const kind = tone(verdict.severity === "info" ? verdict.kind : verdict.severity);
+function fillVerdict(element, verdict) {
+  const kind = tone(verdict.severity === "info" ? "note" : verdict.severity);
   element.className = `ss-verdict ss-${kind}`;
-  setText(element.children[0], `${SIGNS[kind]} ${verdict.kind}`);
-  setText(element.children[1], ` ${verdict.sentence || partName(name)} (step ${verdict.step})`);
+  setText(element.children[0], `${SIGNS[kind]} ${verdictWord(verdict.kind)}`);
+  setText(element.children[1], ` ${verdict.sentence || verdict.where} (since step ${verdict.step})`);
 }
 
-function cells(row, columns) {
-  const word = String(row.data.verdict ?? row.data.state ?? row.data.kind ?? "measured");
+function fillRow(element, row, columns) {
+  const word = String(row.data.verdict ?? "measured");
   const kind = tone(word);
-  return [
-    h("th", { scope: "row", text: partName(row.module) }),
-    h("td", { class: `ss-${kind}`, text: `${SIGNS[kind]} ${word}` }),
-    ...columns.map((name) => h("td", { class: "ss-number", text: number(row.data[name]) })),
-  ];
+  element.title = row.data.sentence ?? "";
+  element.replaceChildren(
+    h("th", { scope: "row", text: row.data.name ?? partName(row.module) }),
+    h("td", { class: `ss-${kind}`, text: `${SIGNS[kind]} ${verdictWord(word)}` }),
+    ...columns.map((name) => h("td", { class: "ss-number", text: FIGURES[name].text(row.data[name]) })),
+  );
 }
 
-/** Columns: what is a number in some row, the norm first. */
-function numberColumns(rows) {
-  const names = new Set();
-  for (const row of rows) {
-    for (const [name, value] of Object.entries(row.data)) if (typeof value === "number") names.add(name);
-  }
-  const order = (name) => (name in TITLES ? Object.keys(TITLES).indexOf(name) : 100);
-  return [...names].sort((a, b) => order(a) - order(b)).slice(0, MOST_COLUMNS);
+/** What is not healthy first, then as the engine orders them. */
+function worstFirst(rows) {
+  const order = { bad: 0, warn: 1, note: 2, good: 3 };
+  return [...rows].sort((a, b) => order[tone(a.data.verdict)] - order[tone(b.data.verdict)]);
+}
+
+function share(value) {
+  return typeof value === "number" ? `${number(100 * value, 2)} %` : "–";
 }

@@ -4,7 +4,7 @@ import { ChartView } from "./chart_view.js";
 import { charts } from "./chart_data.js";
 import { h, isDark, loadStyles, setText } from "./dom.js";
 import { memory, number } from "./format.js";
-import { stateWord, tone } from "./sentences.js";
+import { stateWord, tone, verdictWord } from "./sentences.js";
 
 const SHOWN = ["norms", "loss"];
 const HEIGHT = 232;
@@ -110,13 +110,13 @@ class Monitor {
 
   /** The newest verdict; without one, what is known for certain. */
   #verdict(state) {
-    const newest = [...state.verdicts.values()].at(-1);
+    const newest = [...state.verdicts.values()].filter((one) => one.severity !== "info").at(-1);
     const rejected = state.log.filter((line) => line.tone === "warn" || line.tone === "bad").at(-1);
     let kind = "good";
     let words = state.run.step > 0 ? "✓ Every step had finite gradients." : "";
     if (newest) {
       kind = tone(newest.severity === "info" ? newest.kind : newest.severity);
-      words = `${newest.kind}: ${newest.sentence || newest.where} (step ${newest.step})`;
+      words = `${verdictWord(newest.kind)}: ${newest.sentence || newest.where} (step ${newest.step})`;
     } else if (rejected) {
       kind = rejected.tone;
       words = `${rejected.text} (step ${rejected.step})`;

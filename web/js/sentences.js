@@ -31,7 +31,8 @@ const TELL = {
   },
   StepRejected: (data) => {
     const who = data.samples?.length ? ` Pictures: ${data.samples.slice(0, 3).join(", ")}.` : "";
-    const where = data.culprits?.length ? ` First seen in ${data.culprits[0]}.` : "";
+    const place = data.where || data.culprits?.[0];
+    const where = place ? ` First seen in ${place}.` : "";
     const row = data.in_a_row > 1 ? ` (${data.in_a_row} in a row)` : "";
     return line("warn", `Step rejected${row}, nothing was changed: ${data.reason}.${where}${who}`);
   },
@@ -39,7 +40,7 @@ const TELL = {
     const place = data.where ? `${data.where}: ` : "";
     return line(tone(data.severity), data.sentence || `${place}${data.kind}`);
   },
-  Intervention: (data) => line("warn", `${data.action}${data.reason ? `, because ${data.reason}` : ""}.`),
+  Intervention: (data) => line("warn", capital(`${data.action}${data.reason ? ` (${data.reason})` : ""}.`)),
   ValidationFinished: (data) => line("note", `Validation loss ${number(data.validation_loss)}.`),
   PreviewReady: (data) => line("note", `New preview picture: ${data.prompt}`),
   CheckpointSaved: (data) => line("good", `Checkpoint ${data.name} saved (${bytes(data.bytes)}).`),
@@ -88,10 +89,20 @@ export function partName(part) {
 /** Tone of a severity or of a verdict's word. */
 export function tone(word) {
   const text = String(word ?? "").toLowerCase();
-  if (/error|critical|fatal|bad|explod|nan|nonfinite|halt/.test(text)) return "bad";
-  if (/warn|vanish|dead|stall|spik|clip|drift|collaps|unstable|saturat/.test(text)) return "warn";
-  if (/healthy|good|ok|fine|stable/.test(text)) return "good";
+  if (/error|critical|fatal|bad|explod|non-?finite|halt|dead|disconnected|lost|frozen/.test(text)) return "bad";
+  if (/warn|vanish|stale|spik|clip|drift|collaps|unstable|saturat|imbalanced|missing|changed/.test(text)) return "warn";
+  if (/^(healthy|good|ok|fine|stable)$/.test(text)) return "good";
   return "note";
+}
+
+function capital(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1);
+}
+
+/** A verdict as words: "EXPLODING" is "Exploding", "TE1-DEAD" is "Text encoder 1 dead". */
+export function verdictWord(kind) {
+  const words = String(kind ?? "").replace(/^TE(\d)-/, "text encoder $1 ").replaceAll("-", " ");
+  return capital(words.toLowerCase());
 }
 
 function line(kind, text) {

@@ -70,7 +70,7 @@ export class StatusCard {
       ["Loss scale", number(value("loss_scale"), 6)],
       ["Rejected steps", String(rejected), rejected > 0 ? "warn" : ""],
       ["Step time", duration1(value("seconds"))],
-      [run.device && run.device !== "cpu" ? "GPU memory" : "Memory", memory(value("vram_gib"), unit)],
+      [run.device && run.device !== "cpu" ? "GPU memory" : "Memory", inUse(value("vram_gib"), state.memory, unit)],
     ];
     keyed(
       this.figures,
@@ -124,6 +124,11 @@ function messageOf(run) {
   if (run.state === "finished") return result;
   if (run.state === "interrupted") return "The run ended without a last word. It can be resumed from its newest checkpoint.";
   return [run.message, result].filter(Boolean).join(" ");
+}
+
+function inUse(gib, state, unit) {
+  const total = state?.capacity ? ` / ${memory(state.capacity / 1024 ** 3, unit)}` : "";
+  return `${memory(gib, unit)}${total}`;
 }
 
 function duration1(seconds) {

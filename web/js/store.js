@@ -48,7 +48,10 @@ export function fromSnapshot(snapshot) {
   state.previews = [...snapshot.previews];
   state.checkpoints = [...snapshot.checkpoints];
   state.memory = snapshot.memory;
-  for (const event of snapshot.events) tell(state, event);
+  for (const event of snapshot.events) {
+    tell(state, event);
+    if (event.type === "Verdict") FOLDS.Verdict(state, event, event.data);
+  }
   foldHealth(state, snapshot.health);
   return state;
 }
@@ -108,7 +111,10 @@ const FOLDS = {
     state.rejected = [...state.rejected, event.step].slice(-MOST_LINES);
   },
   Verdict(state, event, data) {
-    state.verdicts.set(data.where || data.kind, { step: event.step, ...data });
+    // "ok": what was said before holds no more.
+    const key = `${data.kind}/${data.where ?? ""}`;
+    if (data.severity === "ok") state.verdicts.delete(key);
+    else state.verdicts.set(key, { step: event.step, ...data });
   },
   ValidationFinished(state, event, data) {
     const point = { step: event.step, mean: data.validation_loss, bands: data.bands, pictures: data.pictures };
@@ -130,15 +136,8 @@ const FOLDS = {
     state.memory = data;
   },
   Resumed(state, event) {
-    // What came after that step did not happen in this attempt.
-    state.curves.truncate(event.step);
-    for (const name of ["validation", "previews", "checkpoints"]) {
-      state[name] = state[name].filter((row) => row.step <= event.step);
-    }
-    state.rejected = state.rejected.filter((number) => number <= event.step);
-    for (const [module, points] of Object.entries(state.health.norms)) {
-      state.health.norms[module] = points.filter(([number]) => number <= event.step);
-    }
+    goBack(state, event.step);
+    for (const name of ["previews", "checkpoints"]) state[name] = state[name].filter((row) => row.step <= event.step);
     state.run.step = event.step;
     state.run.state = "running";
   },
@@ -157,11 +156,22 @@ const FOLDS = {
 function step(state, event, data) {
   // Steps come one by one; a hole means that messages were lost while the socket was down.
   if (state.run.step > 0 && event.step > state.run.step + 1) state.missed = true;
+  if (event.step <= state.run.step) goBack(state, event.step - 1); // a rollback takes the steps anew
   state.run.step = event.step;
   state.run.state = "running";
   const values = Object.fromEntries(CURVE_NAMES.map((name) => [name, data[name]]));
   for (const [part, rate] of Object.entries(data.lr ?? {})) values[rateName(part)] = rate;
   state.curves.add(event.step, values);
+}
+
+/** What was measured after `last` did not happen in this attempt. */
+function goBack(state, last) {
+  state.curves.truncate(last);
+  state.validation = state.validation.filter((row) => row.step <= last);
+  state.rejected = state.rejected.filter((number) => number <= last);
+  for (const [module, points] of Object.entries(state.health.norms)) {
+    state.health.norms[module] = points.filter(([number]) => number <= last);
+  }
 }
 
 function tell(state, event) {
