@@ -77,5 +77,13 @@ class NonFiniteError(TrainerError):
         self.sample_ids = tuple(sample_ids)
 
 
+class HealthError(TrainerError):
+    """Gradient health says that going on is of no use: something does not train, or the user asked to stop on it."""
+
+
 class ResourceError(TrainerError):
     """Out of memory or disk, with the sizes and what to try."""
+
+
+class ProcessError(TrainerError):
+    """Processes of one run cannot reach each other, do not answer, or do not agree on what they train."""
