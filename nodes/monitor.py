@@ -8,12 +8,30 @@ from .boundary import contained
 from .handles import MONITOR, MonitorHandle
 from .widgets import Declaration, setting
 
-_PLAIN = {
+_MAIN = {
     "max_grad_norm": "gradient.max_norm",
+    "clip": "gradient.clip",
     "max_rejected_steps": "precision.max_rejected_steps",
+    "drop_bad_pictures": "safety.drop_samples",
+    "ladder": "safety.ladder",
+}
+_ADVANCED = {
     "initial_loss_scale": "precision.initial_loss_scale",
     "loss_scale_growth_interval": "precision.loss_scale_growth_interval",
+    "min_loss_scale": "precision.min_loss_scale",
+    "quarantine_after": "safety.quarantine_after",
+    "data_fault_share": "safety.data_fault_share",
+    "max_rollbacks": "safety.max_rollbacks",
+    "max_precision_moves": "safety.max_precision_moves",
+    "max_lr_cuts": "safety.max_lr_cuts",
+    "lr_cut": "safety.lr_cut",
+    "rejected_share": "safety.rejected_share",
+    "recovered_after": "safety.recovered_after",
+    "check_weights_every": "safety.check_weights_every",
+    "diagnose": "safety.diagnose",
 }
+_PLAIN = {**_MAIN, **_ADVANCED}
+"""Inputs by config field. The order is part of saved workflows: new ones go to the end."""
 
 
 class SafeScalerGradientMonitor:
@@ -29,9 +47,11 @@ class SafeScalerGradientMonitor:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Any]]:
-        required: dict[str, Declaration] = {name: setting(key) for name, key in _PLAIN.items()}
-        return {"required": required, "hidden": {"unique_id": "UNIQUE_ID"}}
+        required: dict[str, Declaration] = {name: setting(key) for name, key in _MAIN.items()}
+        optional: dict[str, Declaration] = {name: setting(key) for name, key in _ADVANCED.items()}
+        return {"required": required, "optional": optional, "hidden": {"unique_id": "UNIQUE_ID"}}
 
     @contained
     def execute(self, unique_id: str, **inputs: Any) -> tuple[MonitorHandle]:
-        return (MonitorHandle(node_id=str(unique_id), settings={key: inputs[name] for name, key in _PLAIN.items()}),)
+        settings = {key: inputs[name] for name, key in _PLAIN.items() if name in inputs}
+        return (MonitorHandle(node_id=str(unique_id), settings=settings),)

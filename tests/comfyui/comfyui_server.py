@@ -72,6 +72,16 @@ class Outcome:
         return self.outputs[node]
 
 
+@dataclass(frozen=True)
+class Unbroken:
+    """Twelve steps of `small_graph` without any trouble, with everything that can be made of a run."""
+
+    graph: Graph
+    outcome: Outcome
+    run_dir: Path
+    lora: Path
+
+
 class ComfyUI:
     """One server process with the pack linked in. `base` becomes its base directory (models, input, output, temp)."""
 
@@ -151,6 +161,7 @@ class ComfyUI:
         """Queue a graph. AssertionError with the node errors when ComfyUI refuses it."""
         status, reply = self.post("/prompt", {"prompt": graph, "client_id": self.client_id, "extra_data": extra or {}})
         assert status == 200, json.dumps(reply, indent=1)
+        assert not reply["node_errors"], json.dumps(reply["node_errors"], indent=1)
         return Outcome(reply["prompt_id"])
 
     def wait(

@@ -1,42 +1,25 @@
-"""Nodes for tests alone: what ComfyUI's own process holds, and values that other nodes would give."""
+"""Nodes and a route for tests alone: what ComfyUI's own process holds, and values that other nodes would give."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+from aiohttp import web
+from server import PromptServer
 
-class Probe:
-    """Shows (as text) the number of models ComfyUI has loaded and which of our heavy modules its process holds."""
 
-    CATEGORY, FUNCTION, OUTPUT_NODE, RETURN_TYPES = "probe", "execute", True, ("STRING",)
+@PromptServer.instance.routes.get("/probe")
+async def probe(_: web.Request) -> web.Response:
+    """Models ComfyUI has loaded, heavy modules of ours in its process, and its child processes."""
+    import comfy.model_management as management
+    import psutil
 
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"mark": ("STRING", {"default": ""})}, "optional": {"after": ("*", {})}}
-
-    @classmethod
-    def VALIDATE_INPUTS(cls, input_types: Any) -> bool:
-        return True
-
-    @classmethod
-    def IS_CHANGED(cls, **_: Any) -> float:
-        return float("nan")
-
-    def execute(self, mark: str, after: Any = None) -> dict[str, Any]:
-        import comfy.model_management as management
-        import psutil
-        import torch
-
-        ours = [name for name in sys.modules if name.startswith(("diffusers", "peft")) or name.endswith(".trainer")]
-        text = [
-            f"models={len(management.current_loaded_models)}",
-            f"modules={','.join(sorted(ours)[:5])}",
-            f"children={len(psutil.Process().children(recursive=True))}",
-            f"inference={torch.is_inference_mode_enabled()}",
-            f"after={type(after).__name__}",
-        ]
-        return {"ui": {"text": text}, "result": (";".join(text),)}
+    ours = sorted(name for name in sys.modules if name.split(".")[0] in ("diffusers", "peft", "transformers.trainer"))
+    children = [child.pid for child in psutil.Process().children(recursive=True)]
+    return web.json_response(
+        {"models": len(management.current_loaded_models), "modules": ours[:5], "children": children}
+    )
 
 
 class Describe:
@@ -53,16 +36,19 @@ class Describe:
         return True
 
     def execute(self, value: Any) -> dict[str, Any]:
-        shape = list(value.shape) if hasattr(value, "shape") else []
-        extra = [f"min={float(value.min()):.4f}", f"max={float(value.max()):.4f}"] if shape else []
-        if isinstance(value, dict):
+        text = [type(value).__name__]
+        if hasattr(value, "shape"):
+            text += [str(list(value.shape)), f"{float(value.min()):.4f}", f"{float(value.max()):.4f}"]
+        elif isinstance(value, dict):
             first = next(iter(value.values()))
-            extra = [f"count={len(value)}", f"device={first.device}", f"inference={first.is_inference()}"]
-        return {"ui": {"text": [type(value).__name__, str(shape), str(value)[:4000] if not shape else "", *extra]}}
+            text += [str(len(value)), str(first.device), f"inference={first.is_inference()}"]
+        else:
+            text.append(str(value))
+        return {"ui": {"text": text}}
 
 
 class Pictures:
-    """A list of pictures and of captions, as a tagger gives them."""
+    """A list of pictures of two sizes and of captions, as a tagger gives them."""
 
     CATEGORY, FUNCTION, RETURN_TYPES = "probe", "execute", ("IMAGE", "STRING")
     OUTPUT_IS_LIST = (True, True)
@@ -79,4 +65,40 @@ class Pictures:
         return pictures, [f"picture number {i}" for i in range(captions)]
 
 
-NODE_CLASS_MAPPINGS = {"Probe": Probe, "ProbeDescribe": Describe, "ProbePictures": Pictures}
+class TinyVAE:
+    """A VAE that ComfyUI manages: TAESD's architecture with random weights."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES = "probe", "execute", ("VAE",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {}}
+
+    def execute(self) -> tuple[Any]:
+        import comfy.sd
+        import torch
+        from comfy.taesd.taesd import TAESD
+
+        torch.manual_seed(0)
+        return (comfy.sd.VAE(sd=TAESD(latent_channels=4).state_dict()),)
+
+
+class NoModel:
+    """A MODEL and a CLIP that are nothing: enough for LoraLoader at strength 0, which passes them on."""
+
+    CATEGORY, FUNCTION, RETURN_TYPES = "probe", "execute", ("MODEL", "CLIP")
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {}}
+
+    def execute(self) -> tuple[str, str]:
+        return ("no model", "no clip")
+
+
+NODE_CLASS_MAPPINGS = {
+    "ProbeDescribe": Describe,
+    "ProbePictures": Pictures,
+    "ProbeTinyVAE": TinyVAE,
+    "ProbeNoModel": NoModel,
+}

@@ -1,0 +1,39 @@
+"""ComfyUI itself is killed. The last file of this folder, because it takes the shared server with it."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+from comfyui_graphs import small_graph
+from comfyui_server import ComfyUI
+
+
+def test_the_worker_of_a_killed_comfyui_saves_and_ends_within_ten_seconds(comfyui: ComfyUI) -> None:
+    queued = comfyui.queue(small_graph(output_name="orphan", steps=100_000, save_every=0))
+    worker = 0
+    run_id = ""
+
+    def note(message: dict[str, object]) -> None:
+        nonlocal worker, run_id
+        if message["type"] == "safe_scaler.event" and message["data"]["event"]["type"] == "StepFinished":  # type: ignore[index]
+            run_id = message["data"]["run_id"]  # type: ignore[index]
+            holder = (comfyui.output / "safe_scaler" / run_id / ".lock").read_text()
+            worker = int(holder.split()[1])
+            raise StopIteration
+
+    try:
+        comfyui.wait(queued, note)
+    except StopIteration:
+        pass
+    process = psutil.Process(worker)
+    comfyui.process.kill()
+    comfyui.process.wait()
+    started = time.monotonic()
+    process.wait(60)
+    seconds = time.monotonic() - started
+    run_dir = comfyui.output / "safe_scaler" / run_id
+    assert list((run_dir / "checkpoints").glob("step-*/verified"))
+    assert list((run_dir / "lora").glob("*.safetensors"))
+    print(f"the worker ended {seconds:.1f} s after ComfyUI")
+    assert seconds < 10

@@ -1,0 +1,168 @@
+"""Which run a Train node works on, how it is followed, and what never leaves a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_nothing_that_ends_threads_leaves_a_node(part: Any) -> None:
+    def leave() -> None:
+        raise SystemExit(2)
+
+    with pytest.raises(RuntimeError, match="asked to end the program"):
+        part("boundary").contained(leave)()
+
+
+def test_every_node_is_contained(pack: Any) -> None:
+    for name, cls in pack.NODE_CLASS_MAPPINGS.items():
+        assert hasattr(cls.execute, "__wrapped__"), name
+
+
+def test_the_bar_leaves_cancel_to_the_worker(part: Any, comfyui: Any) -> None:
+    """ComfyUI's bar raises and clears the request; the worker must be stopped first, so the request is put back."""
+    show = part("host").progress_bar()
+    comfyui.interrupted = True
+    try:
+        show(1, 10)
+        assert comfyui.interrupted
+    finally:
+        comfyui.interrupted = False
+    show(2, 10)
+    assert comfyui.bars[-1] == (2, 10)
+
+
+@pytest.fixture
+def config(core: Any, comfyui: Any, tmp_path: Path) -> Any:
+    from PIL import Image
+
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    settings = {
+        "model.path": "toy", "dataset.path": str(tmp_path), "run.max_train_steps": 10, "run.seed": 1,
+        "run.output_dir": str(comfyui.root / "output"), "run.output_name": tmp_path.name, "run.device": "cpu",
+    }  # fmt: skip
+    return core.load_config(None, settings)[0]
+
+
+def test_a_new_run_is_made_with_its_lora_in_the_loras_folder(part: Any, comfyui: Any, config: Any) -> None:
+    chosen = part("choosing").choose_run(config, ["note"], {"data_digest": "d"}, "continue", None)
+    stored = chosen.folder.read_config()
+    assert Path(stored["final_lora"]) == comfyui.root / "output" / "loras" / f"{config.run.output_name}.safetensors"
+    assert (stored["data_digest"], stored["notes"]) == ("d", ["note"])
+    assert chosen.note == ""
+
+
+def test_a_name_that_another_lora_folder_holds_is_not_taken(part: Any, comfyui: Any, config: Any) -> None:
+    """LoraLoader would find the other file first."""
+    other = comfyui.root / "models" / "loras"
+    other.mkdir(parents=True, exist_ok=True)
+    (other / f"{config.run.output_name}.safetensors").write_bytes(b"x")
+    stored = part("choosing").choose_run(config, [], {}, "continue", None).folder.read_config()
+    assert Path(stored["final_lora"]).name == f"{config.run.output_name}-2.safetensors"
+
+
+@pytest.fixture
+def unfinished(part: Any, core: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run of `config` that stopped at step 4 with a checkpoint."""
+    folder = part("choosing").choose_run(config, [], {"data_digest": "d"}, "new run", None).folder
+    info = core.RunInfo(folder, "stopped", folder.read_config()["config_hash"], step=4)
+    monkeypatch.setattr(core, "find_unfinished", lambda output, digest: info if digest == info.config_hash else None)
+    return info
+
+
+def test_the_interrupted_run_of_the_same_settings_goes_on(part: Any, unfinished: Any, config: Any) -> None:
+    chosen = part("choosing").choose_run(config, [], {"data_digest": "d"}, "continue", None)
+    assert chosen.folder.path == unfinished.folder.path
+    assert chosen.note == f"Continued run {unfinished.run_id} from step 4. Set start to 'new run' to train afresh."
+
+
+def test_it_does_not_go_on_when_that_is_not_wanted_or_the_pictures_changed(
+    part: Any, unfinished: Any, config: Any
+) -> None:
+    choose = part("choosing").choose_run
+    assert choose(config, [], {"data_digest": "d"}, "new run", None).folder.path != unfinished.folder.path
+    changed = choose(config, [], {"data_digest": "other"}, "continue", None)
+    assert changed.folder.path != unfinished.folder.path
+    assert "pictures or captions have changed" in changed.note
+
+
+def test_other_settings_are_another_run(part: Any, core: Any, unfinished: Any, config: Any) -> None:
+    other = core.with_settings(config, {"lora.rank": 5})
+    chosen = part("choosing").choose_run(other, [], {"data_digest": "d"}, "continue", None)
+    assert chosen.folder.path != unfinished.folder.path
+
+
+def test_the_resume_branch_is_asked_for_only_when_it_is_used(pack: Any) -> None:
+    node = pack.NODE_CLASS_MAPPINGS["SafeScalerTrain"]()
+    assert node.check_lazy_status(start="continue", resume=None) == ["resume"]
+    assert node.check_lazy_status(start="new run", resume=None) == []
+    assert node.check_lazy_status(start="continue") == []
+    assert node.check_lazy_status(start="continue", resume=object()) == []
+
+
+def test_a_linked_checkpoint_that_is_not_used_is_said(part: Any, config: Any, tmp_path: Path) -> None:
+    handle = part("handles").CheckpointHandle(tmp_path, "step-00000004", 4, "exact")
+    chosen = part("choosing").choose_run(config, [], {}, "new run", handle)
+    assert "not used" in chosen.note
+
+
+def test_a_warm_start_without_a_lora_of_that_step_names_the_steps_that_have_one(
+    part: Any, core: Any, unfinished: Any, config: Any
+) -> None:
+    (unfinished.folder.loras / "x-step00000006.safetensors").write_bytes(b"x")
+    handle = part("handles").CheckpointHandle(unfinished.folder.path, "step-00000004", 4, "warm start")
+    with pytest.raises(core.CheckpointError, match="no LoRA file of step 4.*with a file: 6"):
+        part("choosing").choose_run(config, [], {}, "continue", handle)
+
+
+def test_a_changed_rank_is_refused_by_name_before_a_worker_starts(
+    part: Any, core: Any, unfinished: Any, config: Any
+) -> None:
+    import json
+
+    checkpoint = unfinished.folder.checkpoints / "step-00000004"
+    checkpoint.mkdir()
+    scalars = {"config": core.to_dict(core.with_settings(config, {"lora.rank": 3}))}
+    (checkpoint / "state.json").write_text(json.dumps({"scalars": scalars}))
+    handle = part("handles").CheckpointHandle(unfinished.folder.path, "step-00000004", 4, "exact")
+    with pytest.raises(core.CheckpointError, match="lora.rank: 3 in the checkpoint, 16 now"):
+        part("choosing").choose_run(config, [], {}, "continue", handle)
+    more = core.with_settings(config, {"lora.rank": 3, "run.max_train_steps": 4})
+    with pytest.raises(core.CheckpointError, match="Nothing is left to train"):
+        part("choosing").choose_run(more, [], {}, "continue", handle)
+
+
+def test_the_resume_list_is_empty_but_for_latest_where_nothing_was_trained(
+    part: Any, core: Any, monkeypatch: Any
+) -> None:
+    lists = part("run_lists")
+    monkeypatch.setattr(core, "list_runs", lambda *_, **__: [])
+    assert lists.checkpoint_entries() == []
+    with pytest.raises(core.CheckpointError, match="no run with a good checkpoint yet"):
+        lists.find_entry(lists.LATEST)
+    with pytest.raises(core.CheckpointError, match="is gone"):
+        lists.find_entry("20260101T000000Z-abcd · step-00000004 · verified · finished")
+
+
+@pytest.mark.parametrize(("written", "numbers"), [("0, 0.5; 1", [0.0, 0.5, 1.0]), ("", [1.0]), ("1,1", [1.0])])
+def test_strengths(part: Any, written: str, numbers: list[float]) -> None:
+    assert part("preview_lora").read_strengths(written) == numbers
+
+
+def test_a_strength_that_is_no_number_is_named(part: Any, core: Any) -> None:
+    with pytest.raises(core.ConfigError, match="strong"):
+        part("preview_lora").read_strengths("0, strong")
+
+
+def test_the_base_model_is_one_column(part: Any, tmp_path: Path) -> None:
+    cells = part("preview_lora").grid_cells([("a", tmp_path), ("b", tmp_path)], [0.0, 1.0])
+    assert [cell.label for cell in cells] == ["base model", "a, strength 1", "b, strength 1"]
+    assert cells[0].file is None
+
+
+def test_a_missing_checkpoint_file_is_said_at_once(pack: Any) -> None:
+    check = pack.NODE_CLASS_MAPPINGS["SafeScalerLoadSDXL"].VALIDATE_INPUTS
+    assert "no checkpoint 'gone.safetensors' any more" in check(checkpoint="gone.safetensors")
+    assert check(checkpoint="toy (built in, for a first try)") is True
