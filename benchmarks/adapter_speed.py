@@ -1,17 +1,24 @@
 """How long does a training step take with our LoRA, PEFT's, LyCORIS' and sd-scripts'?
 
-SDXL's UNet with random weights in bf16, autocast bf16, gradient checkpointing, 256x256, rank 8 on kohya's 722 linear
-layers, forward and backward. The kinds take turns, round by round, and the fastest step of each counts, so that a busy
-machine disturbs all alike. sd-scripts takes part when SD_SCRIPTS_PATH is set and its imports succeed; else null.
-Last line: {"vs_lycoris", "vs_peft", "vs_sd_scripts"}: our time divided by theirs.
+SDXL's UNet with random weights, gradient checkpointing, 256x256, rank 8 on kohya's linear layers (722 at full depth),
+forward and backward. In bf16 under autocast where the machine computes in bf16 itself; elsewhere (emulated, about a
+hundred times slower than fp32: the base model's own time hides everything else) in fp32, and said in the result.
+`--depth 1,2` makes the two transformer levels shallower at full width. The kinds take turns, round by round, and the
+fastest step of each counts; with one thread the process's own processor time is taken and not the wall clock, so that a
+busy machine disturbs little. The frozen model without adapters is timed along: what is above it is the adapters'.
+sd-scripts takes part when SD_SCRIPTS_PATH is set and its imports succeed; `--stand-ins` puts empty modules in the place
+of libraries that it imports for pictures only.
+Last line: {"vs_lycoris", "vs_peft", "vs_sd_scripts"}: our time divided by theirs; null where they did not take part.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +32,7 @@ import torch  # noqa: E402
 
 from benchmarks.adapter_memory import SUFFIXES, make_unet  # noqa: E402
 from benchmarks.measure import store_result  # noqa: E402
+from trainer_core.models.cpu_convolution import has_native  # noqa: E402
 
 RANK = 8
 
@@ -34,25 +42,109 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", type=int, default=256, help="picture side in pixels")
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto")
+    parser.add_argument("--depth", default="2,10", help="transformer layers of the second and third level")
     parser.add_argument("--smoke", action="store_true", help="a narrow UNet, one round: its ratios mean nothing")
+    parser.add_argument("--stand-ins", action="store_true", help="empty torchvision and cv2 for sd-scripts' imports")
     arguments = parser.parse_args()
-    unet = make_unet(arguments.smoke, arguments.device)
+    dtype = chosen_dtype(arguments.dtype, arguments.device)
+    unet = make_real_unet(arguments.smoke, arguments.depth, dtype, arguments.device)
     fill_randomly(unet)
+    unet.requires_grad_(False)
     unet.enable_gradient_checkpointing()
-    step = make_step(unet, (128 if arguments.smoke else arguments.size) // 8)
+    step = make_step(unet, (128 if arguments.smoke else arguments.size) // 8, dtype)
+    if arguments.stand_ins:
+        put_stand_ins()
     kinds: dict[str, Callable[[Any], Any]] = {"native": native, "peft": peft_default, "lycoris": lycoris}
     if sd_scripts_problem() is None:
         kinds["sd_scripts"] = sd_scripts
+    kinds["frozen"] = frozen
     seconds = measure(unet, step, kinds, 1 if arguments.smoke else arguments.rounds)
     for name, times in seconds.items():
         print(f"{name:>10}: {min(times):.3f} s a step ({', '.join(f'{t:.3f}' for t in times)})")
-    summary = {
-        f"vs_{name}": round(min(seconds["native"]) / min(seconds[name]), 3) if name in seconds else None
-        for name in ("lycoris", "peft", "sd_scripts")
+    best = {name: min(times) for name, times in seconds.items()}
+    others = ("lycoris", "peft", "sd_scripts")
+    summary = {f"vs_{name}": round(best["native"] / best[name], 3) if name in best else None for name in others}
+    above = {name: round(value - best["frozen"], 3) for name, value in best.items() if name != "frozen"}
+    shares = {
+        f"adapters_vs_{name}": round(above["native"] / above[name], 3) if above.get(name, 0) > 0 else None
+        for name in others
+    }
+    print(f"above the frozen model's {best['frozen']:.3f} s: {above}; our share of theirs: {shares}")
+    facts = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "computes_bf16_itself": has_native(torch.bfloat16) if arguments.device == "cpu" else True,
+        "depth": arguments.depth,
+        "modules": modules_of(unet),
+        "threads": torch.get_num_threads(),
+        "clock": "processor time" if clock is time.process_time else "wall clock",
+        "device": arguments.device,
+        "size": arguments.size,
     }
     if not arguments.smoke:
-        store_result("adapter_speed", {**summary, "seconds": seconds, "device": arguments.device})
+        store_result("adapter_speed", {**summary, **shares, "above_frozen": above, "seconds": seconds, **facts})
+    print(json.dumps(facts))
     print(json.dumps(summary))
+
+
+clock: Callable[[], float] = time.perf_counter
+
+
+def chosen_dtype(asked: str, device: str) -> torch.dtype:
+    """bf16, or fp32 where the processor has no bf16 arithmetic. One thread on a CPU: count its own time only."""
+    global clock
+    if device == "cpu" and torch.get_num_threads() == 1:
+        clock = time.process_time
+    if asked == "auto":
+        asked = "fp32" if device == "cpu" and not has_native(torch.bfloat16) else "bf16"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[asked]
+
+
+def make_real_unet(smoke: bool, depth: str, dtype: torch.dtype, device: str) -> Any:
+    from diffusers import UNet2DConditionModel
+
+    from trainer_core.models.configs import shipped_config
+
+    config = dict(shipped_config("sdxl", "unet") or {})
+    second, third = (int(number) for number in depth.split(","))
+    config["transformer_layers_per_block"] = [1, second, third]
+    if smoke:
+        return make_unet(True, device).to(dtype)
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(config).to(dtype)
+    return unet.to_empty(device=device)
+
+
+def modules_of(unet: Any) -> int:
+    from trainer_core.networks import find_targets
+
+    return len(find_targets(unet, "unet"))
+
+
+def put_stand_ins() -> None:
+    """After everything else is imported, so that nobody takes them for the real ones."""
+    import diffusers
+    import transformers
+
+    assert diffusers.UNet2DConditionModel
+    assert transformers.CLIPTextModel
+    assert diffusers.EulerAncestralDiscreteScheduler
+    for name in ("torchvision", "torchvision.transforms", "cv2"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            sys.modules[name] = types.ModuleType(name)
+    sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def frozen(unet: Any) -> Iterator[None]:
+    """No adapters: forward and backward to the input, as the adapters' gradients need."""
+    handle = unet.conv_in.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def measure(
@@ -64,30 +156,30 @@ def measure(
         names = list(kinds) if number % 2 else list(kinds)[::-1]
         for name in names:
             with kinds[name](unet):
-                started = time.perf_counter()
+                started = clock()
                 step()
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 # The first round warms caches and libraries up.
                 if number > 0 or rounds == 1:
-                    seconds[name].append(time.perf_counter() - started)
+                    seconds[name].append(clock() - started)
     return seconds
 
 
-def make_step(unet: Any, latent: int) -> Callable[[], None]:
+def make_step(unet: Any, latent: int, dtype: torch.dtype) -> Callable[[], None]:
     config, device = unet.config, next(unet.parameters()).device
     pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     noisy, target = random(1, 4, latent, latent), random(1, 4, latent, latent)
     context, text = random(1, 77, config.cross_attention_dim), random(1, pooled)
     ids = torch.tensor([[256.0, 256.0, 0.0, 0.0, 256.0, 256.0]], device=device)
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             output = unet(
                 noisy,
                 torch.tensor([500], device=device),
@@ -140,7 +232,8 @@ def peft_default(unet: Any) -> Iterator[None]:
         yield
     finally:
         wrapped.unload()
-        del unet.peft_config
+        if hasattr(unet, "peft_config"):
+            del unet.peft_config
 
 
 @contextmanager

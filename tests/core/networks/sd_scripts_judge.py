@@ -57,9 +57,9 @@ def load(job: dict[str, Any], unet: Any, encoders: list[Any]) -> dict[str, Any]:
         for root in (unet, *encoders):
             for child in root.modules():
                 child.__dict__.pop("forward", None)
-    adapters = [*getattr(network, "unet_loras", []), *getattr(network, "text_encoder_loras", [])]
+    lists = ("unet_loras", "text_encoder_loras", "unet_ofts")
     return {
-        "modules": len(adapters or network.unet_ofts),
+        "modules": sum(len(getattr(network, name, ())) for name in lists),
         "missing": sorted(info.missing_keys),
         "unexpected": sorted(info.unexpected_keys),
     }

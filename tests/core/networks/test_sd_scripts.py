@@ -126,24 +126,31 @@ def verdict(found: dict[str, Any], modules: int) -> str:
     return "yes"
 
 
-@needs_python
-def test_sd_scripts_loads_every_kind_it_supports(real_sdxl: Any, tmp_path: Path) -> None:
+def load_jobs(real_sdxl: Any, folder: Path) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """(modules by kind, jobs): a file of every kind, for networks.lora; plain LoRA also for modules of the same form."""
     counts = {
-        kind: write_kind(real_sdxl, tmp_path / f"{i}.safetensors", *case)
-        for i, (kind, case) in enumerate(KINDS.items())
+        kind: write_kind(real_sdxl, folder / f"{i}.safetensors", *case) for i, (kind, case) in enumerate(KINDS.items())
     }
-    jobs = [
-        {
-            "job": "load",
-            "module": "networks.lora",
-            "file": str(tmp_path / f"{i}.safetensors"),
-            "configs": str(CONFIGS),
-        }
-        for i in range(len(KINDS))
-    ]
-    # Plain LoRA files also go through the modules that read the same form.
-    jobs += [{**jobs[1], "module": "networks.lora_fa"}, {**jobs[4], "module": "networks.dylora"}]
-    found = judge(tmp_path, jobs)
+    common = {"job": "load", "module": "networks.lora", "configs": str(CONFIGS)}
+    jobs = [{**common, "file": str(folder / f"{i}.safetensors")} for i in range(len(KINDS))]
+    return counts, [*jobs, {**jobs[1], "module": "networks.lora_fa"}, {**jobs[4], "module": "networks.dylora"}]
+
+
+@pytest.fixture(scope="module")
+def judged(real_sdxl: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """All questions in one start of sd-scripts' Python, which takes most of the time."""
+    folder = tmp_path_factory.mktemp("judge")
+    counts, loads = load_jobs(real_sdxl, folder)
+    layers, ours = layer_jobs(folder)
+    found = judge(folder, [*loads, *layers])
+    return SimpleNamespace(
+        folder=folder, counts=counts, loads=found[: len(loads)], layers=found[len(loads) :], ours=ours
+    )
+
+
+@needs_python
+def test_sd_scripts_loads_every_kind_it_supports(judged: Any) -> None:
+    counts, found = judged.counts, judged.loads
     verdicts = {
         kind: verdict(one, count) for (kind, count), one in zip(counts.items(), found[: len(KINDS)], strict=True)
     }
@@ -179,10 +186,11 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
-@needs_python
-def test_our_layer_computes_what_sd_scripts_does(tmp_path: Path) -> None:
+def layer_jobs(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """(jobs, our outputs and gradients) for the same layers, weights and inputs."""
     draws = Draws(17)
-    jobs, ours = [], {}
+    jobs: list[dict[str, Any]] = []
+    ours: dict[str, dict[str, Any]] = {}
     for i, (kind, (base, shape)) in enumerate(LAYERS.items()):
         target: Any = Target("unet", kind, "lora_unet_a", base)  # type: ignore[arg-type]
         module = LoraModule(target, 4, 3.0)
@@ -197,23 +205,20 @@ def test_our_layer_computes_what_sd_scripts_does(tmp_path: Path) -> None:
         module.detach()
         down, up = module.lora_down.weight, module.lora_up.weight
         ours[kind] = {"output": output.detach(), "down": down.grad, "up": up.grad, "x": x.grad}
-        given: dict[str, torch.Tensor] = {
-            "weight": base.weight,  # type: ignore[dict-item]
-            "bias": base.bias,  # type: ignore[dict-item]
-            "down": down,
-            "up": up,
-            "alpha": torch.tensor(3.0),
-            "x": x,
-            "pull": pull,
-        }
-        file = tmp_path / f"layer{i}.safetensors"
+        given: dict[str, Any] = {"weight": base.weight, "bias": base.bias, "down": down, "up": up, "x": x, "pull": pull}
+        given["alpha"] = torch.tensor(3.0)
+        file = folder / f"layer{i}.safetensors"
         safetensors.torch.save_file({key: value.detach().clone() for key, value in given.items()}, file)
         strides = {"stride": getattr(base, "stride", 1), "padding": getattr(base, "padding", 0)}
         jobs.append({"job": "layer", "file": str(file), "result": f"theirs{i}.safetensors", **strides})
-    jobs.append({"job": "first", "shape": [64, 640], "rank": 32, "alpha": 16.0, "result": "first.safetensors"})
-    found = judge(tmp_path, jobs)
+    return [*jobs, {"job": "first", "shape": [64, 640], "rank": 32, "alpha": 16.0, "result": "first.safetensors"}], ours
+
+
+@needs_python
+def test_our_layer_computes_what_sd_scripts_does(judged: Any) -> None:
+    folder, found, ours = judged.folder, judged.layers, judged.ours
     for i, kind in enumerate(LAYERS):
-        theirs = safetensors.torch.load_file(tmp_path / f"theirs{i}.safetensors")
+        theirs = safetensors.torch.load_file(folder / f"theirs{i}.safetensors")
         assert (theirs["output"] - ours[kind]["output"]).abs().max() <= 5e-6, kind
         for key in ("down", "up", "x"):
             difference = (theirs[key] - ours[kind][key]).norm() / theirs[key].norm()
@@ -224,7 +229,7 @@ def test_our_layer_computes_what_sd_scripts_does(tmp_path: Path) -> None:
     from trainer_core.networks.initial import keyed_down
 
     down = keyed_down(Draws(0), "lora_unet_a", module.lora_down.weight.shape)
-    theirs = safetensors.torch.load_file(tmp_path / "first.safetensors")
+    theirs = safetensors.torch.load_file(folder / "first.safetensors")
     assert found[-1]["keys"] == sorted(module.export_tensors())
     assert found[-1]["alpha_dtype"] == str(module.export_tensors()["alpha"].dtype)
     bound = 640**-0.5
