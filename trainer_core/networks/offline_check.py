@@ -68,3 +68,15 @@ def meta_model(model: ModelConfig) -> SDXLModel:
     unet, te1, te2 = (build_on_meta(builder(part, configs.parts[part])) for part in parts)
     made: Any = SimpleNamespace(unet=unet, text_encoders=(te1, te2), configs=configs.parts)
     return made
+
+
+def real_sdxl_names() -> SDXLModel:
+    """The same for real SDXL, from the configs in the package."""
+    from ..models.configs import shipped_config
+    from ..models.loading import builder
+    from ..models.weights import build_on_meta
+
+    configs = {part: dict(shipped_config("sdxl", part) or {}) for part in ("unet", "te1", "te2")}
+    unet, te1, te2 = (build_on_meta(builder(part, config)) for part, config in configs.items())
+    made: Any = SimpleNamespace(unet=unet, text_encoders=(te1, te2), configs=configs)
+    return made
