@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
+from .cli_files import COMMANDS as FILE_COMMANDS
 from .config_io import load_config, with_settings
 from .console import ConsoleProgress, make_safe
 from .errors import ConfigError, Problem, TrainerError
@@ -25,6 +26,7 @@ from .options import Resolved, habit_notes, parse_argv, resolve
 
 if TYPE_CHECKING:
     from .build import TrainResult
+    from .config import TrainConfig
 
 EXIT_FAILED = 1
 EXIT_WRONG = 2
@@ -37,6 +39,11 @@ _USAGE = """usage: safe-scaler COMMAND ...
   demo [--json] [--seed N]                 teach the built-in toy model a new word and show what it learnt
   scan FOLDER [--json]                     look at a picture folder as training would
   inspect PATH [--json]                    explain a LoRA, a base model, a checkpoint or a run
+  coverage [CONFIG | RUN] [--svg FILE]     which layers get adapters, and which of them learn
+  convert FILE --format FORM [--dtype D]   a LoRA under other names: kohya, diffusers, comfyui, peft
+  resize FILE --rank N | --keep SHARE      a LoRA of lower rank
+  merge MODEL LORA[=S] ... --output FILE   a model with LoRAs merged in
+  extract BASE TUNED --output FILE         a LoRA from the difference of two models
   doctor [--json]                          check devices, number formats, memory, disk and libraries
   --version
 """
@@ -126,6 +133,13 @@ def _settings(words: Sequence[str], expected: int = 1) -> tuple[Resolved, Path |
     name = asked or (positional[0] if positional[:expected] else None)
     resolved.problems += _processes()
     return resolved, None if name is None else Path(str(name)).expanduser()
+
+
+def settings_of(words: Sequence[str]) -> TrainConfig:
+    """The config that `train` would take from these words; its rules are not checked."""
+    resolved, config_file = _settings(words)
+    preset = resolved.special.get("preset")
+    return load_config(config_file, resolved.settings, preset, earlier=resolved.problems, check=False)[0]
 
 
 def _processes() -> list[Problem]:
@@ -344,6 +358,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "scan": scan,
     "inspect": inspect,
     "doctor": doctor,
+    **FILE_COMMANDS,
 }
 
 if __name__ == "__main__":
