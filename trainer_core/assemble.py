@@ -197,7 +197,8 @@ class _Assembler:
         texts = None
         captions = captions_to_encode(chain(seen, holdout.measured))
         if self._texts_are_cached(varied=captions is None):
-            texts = TextCache(folder, model, self.config.dataset.max_token_length)
+            data = self.config.dataset
+            texts = TextCache(folder, model, data.max_token_length, weighted=data.weighted_captions)
             captions = captions or sorted({plain_caption(item) for item in chain(seen, holdout.measured)})
             texts.ensure(captions, should_stop=self._stop_asked)
             self._check_stop()
@@ -292,6 +293,7 @@ class _Assembler:
             self.config.validation,
             encode=None if texts is None else texts.encode,
             max_token_length=self.config.dataset.max_token_length,
+            weighted_captions=self.config.dataset.weighted_captions,
             compute=parts.precision.autocast,
         )
 

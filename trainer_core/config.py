@@ -147,6 +147,9 @@ class DatasetConfig:
     caption_dropout: float = option(0.0, "share of samples trained with an empty caption", min=0.0, max=1.0)
     tag_dropout: float = option(0.0, "share of tags left out", min=0.0, max=1.0, advanced=True)
     max_token_length: int = option(75, "longest caption the text encoders see", choices=(75, 150, 225), unit="tokens")
+    weighted_captions: bool = option(
+        False, "brackets in captions are weights: (word), [word], (word:1.2); else plain text", advanced=True
+    )
     flip: bool = option(False, "mirror half of the samples")
     background: str = option("white", "colour laid under transparent pictures")
     strict: bool = option(False, "refuse the whole set when one picture is bad")

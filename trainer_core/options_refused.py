@@ -44,7 +44,6 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("max_train_samples", "value", _NOT_YET, "Put fewer pictures into the folder.", ()),
     ("class_prompt", "value", _NOT_YET, "Write captions as .txt beside the prior pictures.", ()),
     ("num_class_images", "value", "prior pictures are not made by this version", "Put them into --class_data_dir.", ()),
-    ("weighted_captions", "flag", _NOT_YET, "Write captions without weights.", ()),
     ("color_aug", "flag", "changes colours the captions name, and cannot be cached", "Use --flip_aug.", ()),
     ("random_crop", "flag", "latents are cached, crops are centred", "Leave it out, or use --flip_aug.", ()),
     ("face_crop_aug_range", "value", "latents are cached, crops are centred", "Crop the pictures beforehand.", ()),

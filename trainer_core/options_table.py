@@ -223,6 +223,7 @@ _ROWS: tuple[tuple[str, str, Rule, str, str], ...] = (
     ("caption_separator", "value", to("dataset.caption_separator"), _KOHYA, ""),
     ("caption_prefix", "value", to_text("dataset.caption_prefix"), _KOHYA, ""),
     ("caption_suffix", "value", to_text("dataset.caption_suffix"), _KOHYA, ""),
+    ("weighted_captions", "flag", switch("dataset.weighted_captions"), _KOHYA, ""),
     ("enable_wildcard", "flag", switch("dataset.wildcards"), _KOHYA, ""),
     ("resize_interpolation", "value", _INTERPOLATION, _KOHYA, ""),
     ("image_interpolation_mode", "value", _INTERPOLATION, _DIFFUSERS, ""),

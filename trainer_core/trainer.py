@@ -270,8 +270,13 @@ class Trainer:
             return batch.context_BTD.to(self.parts.device), batch.pooled_BD.to(self.parts.device)
         from .models import encode_captions
 
-        length = self.config.dataset.max_token_length
-        embeds = encode_captions(self.parts.model, batch.captions, max_token_length=length)
+        data = self.config.dataset
+        embeds = encode_captions(
+            self.parts.model,
+            batch.captions,
+            max_token_length=data.max_token_length,
+            weighted=data.weighted_captions,
+        )
         return embeds.context_BTD, embeds.pooled_BD
 
     def _apply(self, work: StepWork, reading: StepReading, verdict: StepVerdict, started: float) -> None:

@@ -27,8 +27,11 @@ class TextCache:
     Raises ResourceError when the folder cannot be made or written.
     """
 
-    def __init__(self, folder: str | Path, model: SDXLModel, max_token_length: int = 75) -> None:
+    def __init__(
+        self, folder: str | Path, model: SDXLModel, max_token_length: int = 75, *, weighted: bool = False
+    ) -> None:
         self.model = model
+        self.weighted = weighted
         self.max_token_length = max_token_length
         self.store = ShardStore(Path(folder), "text", ("context", "pooled"))
         parts = model.fingerprints
@@ -36,7 +39,8 @@ class TextCache:
 
     def key(self, caption: str) -> str:
         """Name of the caption's entry: equal keys mean equal outputs."""
-        return digest(_FORMAT, caption, *self._encoders, self.max_token_length)
+        weights = ("weighted",) if self.weighted else ()
+        return digest(_FORMAT, caption, *self._encoders, self.max_token_length, *weights)
 
     def ensure(
         self,
@@ -89,7 +93,9 @@ class TextCache:
         device_type = self.model.device.type
         padded = [*captions, *[""] * (_BATCH - len(captions))]
         with torch.no_grad(), torch.autocast(device_type=device_type, enabled=False):
-            context_BTD, pooled_BD = encode_captions(self.model, padded, max_token_length=self.max_token_length)
+            context_BTD, pooled_BD = encode_captions(
+                self.model, padded, max_token_length=self.max_token_length, weighted=self.weighted
+            )
         context_BTD, pooled_BD = context_BTD.cpu(), pooled_BD.cpu()
         entries: dict[str, dict[str, torch.Tensor]] = {}
         for at, caption in enumerate(captions):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .sdxl import SDXLModel
+from .weighted_text import weighted_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,21 +30,28 @@ class TextEmbeds(NamedTuple):
     pooled_BD: torch.Tensor
 
 
-def encode_captions(model: SDXLModel, captions: Sequence[str], *, max_token_length: int = CHUNK) -> TextEmbeds:
+def encode_captions(
+    model: SDXLModel, captions: Sequence[str], *, max_token_length: int = CHUNK, weighted: bool = False
+) -> TextEmbeds:
     """Encode plain captions; every character reaches the tokenizer as written, longer text than the limit is cut.
 
     Gradients flow where the caller enabled them (adapters in the encoders); an empty caption is the encoded empty text.
+    `weighted`: brackets in captions are weights (`weighted_text`).
     """
     if not captions:
         raise ValueError("encode_captions needs at least one caption")
-    ids_BNW = [token_chunks(tokenizer, captions, max_token_length) for tokenizer in model.tokenizers]
+    chunks = [_chunks(tokenizer, captions, max_token_length, weighted) for tokenizer in model.tokenizers]
+    ids_BNW = [ids for ids, _ in chunks]
     first, second = model.text_encoders
     hidden_1, _ = _run(first, ids_BNW[0])
     hidden_2, last_2 = _run(second, ids_BNW[1])
     end_id: Any = model.tokenizers[1].eos_token_id
     pooled_BD = second.text_projection(_first_end(last_2, ids_BNW[1], int(end_id)))
-    context_BTD = torch.cat([_joined(hidden_1, ids_BNW[0]), _joined(hidden_2, ids_BNW[1])], dim=-1)
-    return TextEmbeds(context_BTD, pooled_BD)
+    states = [_joined(hidden_1), _joined(hidden_2)]
+    for place, (_, weights_BNW) in enumerate(chunks):
+        if weights_BNW is not None:
+            states[place] = states[place] * _joined(weights_BNW.unsqueeze(-1).to(states[place]))
+    return TextEmbeds(torch.cat(states, dim=-1), pooled_BD)
 
 
 def token_chunks(
@@ -55,19 +63,37 @@ def token_chunks(
     With a padding that is not end-of-text (tokenizer 2) two ids are mended so that every chunk has an end-of-text:
     the last one where text runs up to it, the first of an otherwise empty chunk (sd-scripts' rule).
     """
+    return _chunks(tokenizer, captions, max_token_length, False)[0]
+
+
+def _chunks(
+    tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_token_length: int, weighted: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ids as `token_chunks` says and, where captions carry weights, the weight of each, both (B, N, 77)."""
     if max_token_length not in TOKEN_LENGTHS:
         raise ValueError(f"max_token_length must be one of {TOKEN_LENGTHS}, got {max_token_length}")
-    count = max_token_length // CHUNK
+    if weighted:
+        ids_BT, weights_BT = weighted_rows(tokenizer, captions, max_token_length + 2)
+        return _mended(_split(ids_BT), tokenizer), _split(weights_BT)
     tokenised: Any = tokenizer(
         list(captions), padding="max_length", truncation=True, max_length=max_token_length + 2, return_tensors="pt"
     )
-    ids_BT: torch.Tensor = tokenised["input_ids"]
-    if count == 1:
-        return ids_BT.unsqueeze(1)
-    body_BNC = ids_BT[:, 1:-1].unflatten(1, (count, CHUNK))
-    start_BN1 = ids_BT[:, :1].unsqueeze(1).expand(-1, count, -1)
-    last_BN1 = ids_BT[:, -1:].unsqueeze(1).expand(-1, count, -1)
-    chunks_BNW = torch.cat([start_BN1, body_BNC, last_BN1], dim=-1)
+    return _mended(_split(tokenised["input_ids"]), tokenizer), None
+
+
+def _split(row_BT: torch.Tensor) -> torch.Tensor:
+    """A row of 75 N + 2 as N chunks (B, N, 77), each with the row's first and last element around its 75."""
+    body_BNC = row_BT[:, 1:-1].unflatten(1, (-1, CHUNK))
+    count = body_BNC.shape[1]
+    start_BN1 = row_BT[:, :1].unsqueeze(1).expand(-1, count, -1)
+    last_BN1 = row_BT[:, -1:].unsqueeze(1).expand(-1, count, -1)
+    return torch.cat([start_BN1, body_BNC, last_BN1], dim=-1)
+
+
+def _mended(chunks_BNW: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Chunks that each hold an end-of-text; a single one does already."""
+    if chunks_BNW.shape[1] == 1:
+        return chunks_BNW
     end_id: Any = tokenizer.eos_token_id
     pad_id: Any = tokenizer.pad_token_id
     if pad_id != end_id:
@@ -97,9 +123,9 @@ def _first_end(last_BNWD: torch.Tensor, ids_BNW: torch.Tensor, end_id: int) -> t
     return last_BNWD[torch.arange(last_BNWD.shape[0], device=last_BNWD.device), 0, place_B]
 
 
-def _joined(hidden_BNWD: torch.Tensor, ids_BNW: torch.Tensor) -> torch.Tensor:
+def _joined(hidden_BNWD: torch.Tensor) -> torch.Tensor:
     """Chunks back in a row: the first start, every chunk's 75 inner states, the last end: (B, 75 N + 2, D)."""
-    if ids_BNW.shape[1] == 1:
+    if hidden_BNWD.shape[1] == 1:
         return hidden_BNWD[:, 0]
     inner = hidden_BNWD[:, :, 1:-1].flatten(1, 2)
     return torch.cat([hidden_BNWD[:, 0, :1], inner, hidden_BNWD[:, -1, -1:]], dim=1)

@@ -92,6 +92,7 @@ class StableValidation:
         *,
         encode: Callable[[Sequence[str]], TextEmbeds] | None = None,
         max_token_length: int = 75,
+        weighted_captions: bool = False,
         compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.items = tuple(items)
@@ -104,6 +105,7 @@ class StableValidation:
         self.config = config
         self.encode = encode
         self.max_token_length = max_token_length
+        self.weighted_captions = weighted_captions
         self.compute = compute
 
     def run(self, *, should_stop: Callable[[], bool] | None = None) -> ValidationResult | None:
@@ -173,11 +175,11 @@ class StableValidation:
             return self.encode(captions)
         from ..models import encode_captions
 
-        return encode_captions(self.model, captions, max_token_length=self.max_token_length)
+        return encode_captions(
+            self.model, captions, max_token_length=self.max_token_length, weighted=self.weighted_captions
+        )
 
-    def _result(
-        self, losses: dict[str, tuple[float, ...]], seconds: float, failure: str | None
-    ) -> ValidationResult:
+    def _result(self, losses: dict[str, tuple[float, ...]], seconds: float, failure: str | None) -> ValidationResult:
         if failure is not None:
             return ValidationResult(mean=math.nan, bands=(), pictures=0, seconds=seconds, failure=failure)
         count = len(losses)
