@@ -238,7 +238,7 @@ class CheckpointConfig:
     save_precision: str = option("fp32", "number format of exported LoRA files", choices=("fp32", "fp16", "bf16"))
     save_format: str = option(
         "kohya",
-        "names in exported LoRA files: kohya's (every tool reads them), diffusers', ComfyUI's, or a PEFT folder a part",
+        "a second copy beside kohya's file (which every tool reads), with diffusers', ComfyUI's or PEFT's names",
         choices=("kohya", "diffusers", "comfyui", "peft"),
         advanced=True,
     )

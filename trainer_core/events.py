@@ -51,7 +51,8 @@ class PhaseChanged(Event):
 class StepFinished(Event):
     """An applied step. `grad_norm` is the unscaled norm before clipping, `clip_factor` what it was multiplied by;
     memory in GiB; times in seconds. `left_out`: pictures (or tensors) that were left out of it. `phase` is the safe
-    scaler's; `rejected_share` that of the last 100 steps."""
+    scaler's; `rejected_share` that of the last 100 steps; `clamp_rate` the share of adapter outputs that `lora.clamp`
+    cut since the step before, None when it is off."""
 
     applied: int
     epoch: int
@@ -70,6 +71,7 @@ class StepFinished(Event):
     left_out: tuple[str, ...] = ()
     phase: str = ""
     rejected_share: float = 0.0
+    clamp_rate: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ from .trainer import TrainerParts, TrainState
 
 if TYPE_CHECKING:
     from .data import Item, ScanReport
+    from .models import SDXLModel
     from .validation import Holdout
 
 
@@ -32,6 +36,8 @@ class Exporter:
         holdout: Holdout[Item],
         total_steps: int,
         state: Callable[[], TrainState],
+        *,
+        workflow: object = None,
     ) -> None:
         self.run_id = run_id
         self.config = config
@@ -40,6 +46,7 @@ class Exporter:
         self.holdout = holdout
         self.total_steps = total_steps
         self.state = state
+        self.workflow = workflow if workflow is None or isinstance(workflow, str) else json.dumps(workflow)
         self.started_at = time.time()
 
     def __call__(self, path: Path, step: int, *, require_effect: bool) -> ExportedLora:
@@ -51,15 +58,28 @@ class Exporter:
             AdapterError: a tensor is not finite, or the file fails its proof.
         """
         path.unlink(missing_ok=True)
+        dtype = self.config.checkpoint.save_precision
+        metadata = build_metadata(self.config, self._facts(step))
         with self.parts.live.evaluation("export"):
-            return export_lora(
-                path,
-                self.parts.network,
-                self.parts.model,
-                build_metadata(self.config, self._facts(step)),
-                dtype=self.config.checkpoint.save_precision,
-                require_effect=require_effect,
+            exported = export_lora(
+                path, self.parts.network, self.parts.model, metadata, dtype=dtype, require_effect=require_effect
             )
+        form = self.config.checkpoint.save_format
+        if form == "kohya":
+            return exported
+        note = second_copy(path, self.parts.model, form, dtype)
+        return replace(exported, notes=(*exported.notes, note))
+
+    def _health(self) -> dict[str, float | int | None]:
+        """What the run's record says about how it went, in a few numbers."""
+        state = self.state()
+        return {
+            "steps": state.step,
+            "applied": state.applied,
+            "rejected": state.rejected,
+            "rollbacks": state.attempt,
+            "loss_avg": state.loss_avg,
+        }
 
     @cached_property
     def _model_hashes(self) -> tuple[str, str] | None:
@@ -98,8 +118,29 @@ class Exporter:
             tag_frequency={name: tag_frequency(captions) for name, captions in self._captions_by_folder.items()},
             buckets=_buckets(self.holdout.training),
             dataset_hash=data_digest(self.report.items),
+            health=self._health(),
+            workflow=self.workflow,
             version=__version__,
         )
+
+
+def second_copy(path: Path, model: SDXLModel, form: str, dtype: str) -> str:
+    """Write the proven kohya file at `path` once more under another format's names, beside it; says where it is.
+
+    A copy of an earlier export of the same name is replaced, as the file itself is.
+
+    Raises:
+        AdapterError: the format has no names for this kind of adapter, or what was read back computes something else.
+    """
+    from .networks.file_tools import write_as
+    from .networks.lora_file import load_lora
+
+    target = path.with_name(f"{path.stem}.{form}{path.suffix}")
+    target.unlink(missing_ok=True)
+    if form == "peft" and target.with_suffix("").is_dir():
+        shutil.rmtree(target.with_suffix(""))
+    written = write_as(load_lora(path), target, model, form, dtype)
+    return f"Also written for {form}: {', '.join(str(file) for file in written.paths)} ({written.text})."
 
 
 def _folder_name(file: str, root: str) -> str:

@@ -315,6 +315,7 @@ class Trainer:
                 left_out=self.guard.files(work.dropped) + verdict.left_out,
                 phase=phases.phase,
                 rejected_share=phases.rejected_share,
+                clamp_rate=parts.network.clamp_rate() if self.config.lora.clamp > 0 else None,
             )
         )
         share = clip.norm / reading.grad_norm if reading.grad_norm > 0 else 1.0

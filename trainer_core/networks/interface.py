@@ -56,6 +56,8 @@ class Network(Protocol):
 
     def apply_max_norm(self, limit: float) -> Any: ...
 
+    def clamp_rate(self) -> float | None: ...
+
 
 def known_network(network: Network) -> LoraNetwork | ForeignNetwork:
     """The concrete kind of a network, for code that treats kinds differently.

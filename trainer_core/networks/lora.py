@@ -189,9 +189,10 @@ class LoraModule(nn.Module):
         return self._limited(delta) if self.clamp > 0 else delta
 
     def _limited(self, delta: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.clamped += (delta.detach().abs() > self.clamp).sum()
-            self.seen += delta.numel()
+        if self.training:
+            with torch.no_grad():
+                self.clamped += (delta.detach().abs() > self.clamp).sum()
+                self.seen += delta.numel()
         return delta.clamp(-self.clamp, self.clamp)
 
     def _down(self, x: torch.Tensor, source: Source | None) -> torch.Tensor:

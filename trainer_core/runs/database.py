@@ -217,6 +217,9 @@ class RunDatabase:
         rows: list[Statement] = []
         if kind in ("StepFinished", "StepRejected"):
             rows.append(_step_row(wire, self.attempt))
+            if data.get("clamp_rate") is not None:
+                clamp = (self.attempt, step, "clamp", json.dumps({"rate": data["clamp_rate"]}))
+                rows.append(("INSERT OR REPLACE INTO health VALUES (?, ?, ?, ?)", clamp))
         elif kind == "ValidationFinished":
             values = (
                 self.attempt,
