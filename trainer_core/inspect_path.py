@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from .console import clock, size
-from .errors import TrainerError
+from .errors import AdapterError, TrainerError
 
-_LORA_MARKS = (".lora_down.", ".lora_up.", ".lora_A.", ".lora_B.", ".hada_w1", ".lokr_w1")
+_LORA_MARKS = (".lora_down.", ".lora_up.", ".lora_A.", ".lora_B.")
+_OTHER_MARKS = (".hada_w1", ".lokr_w1", ".oft_blocks", ".on_input", ".dora_scale", ".diff", ".a1.weight", ".lora_mid.")
 
 
 def inspect_path(asked: str) -> tuple[dict[str, Any], str]:
@@ -46,13 +47,19 @@ def _is_lora(path: Path) -> bool:
             names = json.loads(file.read(length))
     except (OSError, ValueError):
         return False
-    return isinstance(names, dict) and any(mark in name for name in names for mark in _LORA_MARKS)
+    return isinstance(names, dict) and any(mark in name for name in names for mark in (*_LORA_MARKS, *_OTHER_MARKS))
 
 
 def _lora(path: Path) -> tuple[dict[str, Any], str]:
     from .networks.inspect import inspect_lora
+    from .networks.inspect_other import inspect_other
 
-    found = inspect_lora(path)
+    try:
+        found = inspect_lora(path)
+    except AdapterError:
+        found = inspect_other(path)
+        if found is None:
+            raise
     return found.to_dict(), found.text
 
 

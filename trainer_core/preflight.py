@@ -69,9 +69,10 @@ def _cache_folder(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _network(config: TrainConfig) -> Iterator[Problem]:
-    from .networks.offline_check import network_problems
+    from .networks.offline_check import format_problems, network_problems
 
     yield from network_problems(config.lora, config.model, trained_parts(config))
+    yield from format_problems(config.lora, config.checkpoint.save_format)
 
 
 def _device(config: TrainConfig) -> Iterator[Problem]:
