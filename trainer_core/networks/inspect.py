@@ -35,6 +35,10 @@ _SHOWN_METADATA = (
     ("ss_seed", "seed"),
     ("modelspec.date", "date"),
     ("safe_scaler_run_id", "run"),
+    ("safe_scaler_dataset_hash", "hash of the pictures and captions"),
+    ("safe_scaler_health", "how the run went"),
+    ("safe_scaler_made_by", "made by"),
+    ("modelspec.implementation_version", "trained with"),
 )
 _TOP_TAGS = 12
 
@@ -107,7 +111,7 @@ class LoraInspection:
         if self.claimed_hash is not None and self.claimed_hash != self.model_hash:
             lines.append(f"  the file claims another hash: {self.claimed_hash} (LyCORIS writes its own kind)")
         lines.append(f"  round trip (read, write again, compare): {'equal' if self.round_trip else 'DIFFERENT'}")
-        lines += _metadata_lines(self.metadata)
+        lines += metadata_lines(self.metadata)
         lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
@@ -195,7 +199,8 @@ def _block_line(block: BlockSummary) -> str:
     return f"    {block.part:>4} {block.block:<9} {block.modules:>3} modules, {changed}, {block.norm:.4g}"
 
 
-def _metadata_lines(metadata: Mapping[str, str]) -> list[str]:
+def metadata_lines(metadata: Mapping[str, str]) -> list[str]:
+    """Who trained what, as far as the metadata says."""
     lines = [f"  {label}: {metadata[key]}" for key, label in _SHOWN_METADATA if metadata.get(key) not in (None, "None")]
     tags = _top_tags(metadata.get("ss_tag_frequency", ""))
     if tags:

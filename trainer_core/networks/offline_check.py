@@ -50,6 +50,17 @@ def network_problems(lora: LoraConfig, model: ModelConfig, trained_parts: Sequen
     return []
 
 
+_LORA_KINDS = ("native", "peft:lora", "peft:rslora", "networks.lora", "networks.lora_fa", "networks.dylora")
+
+
+def format_problems(lora: LoraConfig, form: str) -> list[Problem]:
+    """Other names than kohya's exist for plain LoRA weights only."""
+    if form == "kohya" or lora.network in _LORA_KINDS:
+        return []
+    why = f"'{lora.network}' may make other weights than LoRA's, for which this format has no names"
+    return [Problem("checkpoint.save_format", form, why, "Use kohya (safe-scaler convert can try it afterwards).")]
+
+
 def meta_model(model: ModelConfig) -> SDXLModel:
     """UNet and text encoders of a base model without their weights: names, kinds and shapes only.
 
