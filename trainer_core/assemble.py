@@ -31,6 +31,7 @@ from .draws import Draws
 from .errors import ConfigError, Problem
 from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
 from .export import Exporter
+from .health.engine import HealthEngine
 from .models import SDXLModel, inspect_model, load_sdxl
 from .networks import Network, create_network
 from .networks.warm_start import warm_start
@@ -129,6 +130,8 @@ class _Assembler:
         parts = TrainerParts(model, network, optimizer, precision, objective, plan, loader, self.device, weights)
         session, trainer = self._session(parts, report, holdout, latents, texts)
         self._resume(session, trainer, report)
+        if trainer.health is not None:
+            trainer.health.audit()
         self._announce(session, trainer, report)
         return Assembly(session, trainer)
 
@@ -284,6 +287,10 @@ class _Assembler:
             after_step=session.after_step,
         )
         session.trainer = trainer
+        if config.health.enabled:
+            trainer.health = trainer.keepers["health"] = HealthEngine(
+                trainer, record_rows=self.database.add_health, folder=self.folder.path
+            )
         return session, trainer
 
     def _validation(

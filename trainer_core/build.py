@@ -181,6 +181,8 @@ class _Runner:
     def _end(self, status: str, message: str, checkpoint: str | None, lora: Path | None) -> TrainResult:
         if self.assembly is not None:
             self.assembly.session.checkpoints.close()  # nothing may be written once the run is given back
+            if self.assembly.trainer.health is not None:
+                self.assembly.trainer.health.close()
         if status == "finished" or checkpoint is None:
             release_name(Path(self.stored["final_lora"]))  # the file stands, or the run left nothing to go on from
         state = None if self.assembly is None else self.assembly.trainer.state

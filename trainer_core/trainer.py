@@ -38,8 +38,10 @@ from .step_work import StepWork
 
 if TYPE_CHECKING:
     from .data import Batch, BatchLoader, BatchPlan, SampleRef
+    from .health.engine import HealthEngine
     from .models import SDXLModel
     from .objective import Objective
+    from .optim.clipping import Clip
 
 _AVERAGE_DECAY = 0.98
 
@@ -141,6 +143,8 @@ class Trainer:
         self.guard = StepGuard(self)
         self.clip_watch = ClipWatch()
         self.keepers["clip_watch"] = self.clip_watch
+        self.health: HealthEngine | None = None
+        """Watches gradients, weights and updates; see `health/engine.py`."""
         self.lr_factor = 1.0
         """Factor of the escalation ladder on all learning rates."""
         self.recover: Callable[[Trigger], None] = self.halt
@@ -243,12 +247,15 @@ class Trainer:
         state.step += 1
         state.micro_batches += len(work.batches)
         state.samples += len(work.refs)
+        clip = None
         if verdict.action == "apply":
-            self._apply(work, reading, verdict, started)
+            clip = self._apply(work, reading, verdict, started)
         else:
             parts.precision.reject(parts.optimizer, verdict, reading)
             state.rejected += 1
         self.guard.decided(verdict.kind, reading)
+        if self.health is not None:
+            self.health.observe(work, reading, verdict, clip)
 
     def loss(self, epoch: int, batch: Batch) -> torch.Tensor:
         """Weighted per-sample loss (B,) of a micro-batch, with gradients."""
@@ -279,7 +286,7 @@ class Trainer:
         )
         return embeds.context_BTD, embeds.pooled_BD
 
-    def _apply(self, work: StepWork, reading: StepReading, verdict: StepVerdict, started: float) -> None:
+    def _apply(self, work: StepWork, reading: StepReading, verdict: StepVerdict, started: float) -> Clip:
         state, parts = self.state, self.parts
         base_rate = self.config.optimizer.learning_rate
         factor = learning_rate_factor(self.config.schedule, state.applied, self.total_steps, base_rate)
@@ -321,6 +328,7 @@ class Trainer:
         share = clip.norm / reading.grad_norm if reading.grad_norm > 0 else 1.0
         for news in self.clip_watch.see(reading.grad_norm, share if clip.acted else 1.0):
             self.bus.emit(Verdict(step=state.step, kind=news.kind, sentence=news.sentence, severity=news.severity))
+        return clip
 
 
 def memory_gib(device: torch.device) -> float:

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import HealthError
-from ..events import Verdict
+from ..events import Intervention, Verdict
 from ..optim.phases import Trigger
 from .alerts import Alerts, Transition
+from .audit import AuditReport, audit
 from .facts import fast_record
 from .findings import Finding, Streaks, Thresholds
 from .fire_counters import FireCounters
 from .groups import Tensor, allowed_dead, describe
 from .records import FastRecord, SlowRecord
+from .repair import Repair, refusal, repair
 from .ring import RingWriter
 from .rows import Row, health_rows
 from .rules_slow import SlowRules
@@ -129,6 +131,31 @@ class HealthEngine:
             listener(self.latest)
         self._look_at_waiting()
         self._schedule()
+
+    def audit(self) -> AuditReport | None:
+        """Look whether everything that is trained learns, mend what can be mended, and tell; None when it is off.
+
+        Raises:
+            HealthError: something does not learn and cannot be mended (with `health.audit = "repair"`), or a text encoder
+                that is to be trained is not reached (always).
+        """
+        if self.config.audit == "off":
+            return None
+        repairs: tuple[Repair, ...] = ()
+        report = audit(self.trainer, self.tensors, self.allowed)
+        if not report.sound and self.config.audit == "repair":
+            report, repairs = repair(self.trainer, self.tensors, self.allowed, report)
+            self.refresh()
+            self._dtypes = {name: parameter.dtype for name, parameter in self.parameters.items()}
+        step, bus = self.trainer.state.step, self.trainer.bus
+        for one in repairs:
+            bus.emit(Intervention(step=step, action=one.action, reason="the check before the first step"))
+        dead = any(finding.kind in ("TE1-DEAD", "TE2-DEAD") for finding in report.findings)
+        if not report.sound and (dead or self.config.audit == "repair"):
+            raise refusal(report, repairs)
+        for finding in report.findings:
+            self._tell(step, Transition(finding, over=False))
+        return report
 
     def optimizer_was_reset(self) -> None:
         """The optimizer's state is dropped on purpose (a rung of the ladder): no STATE-LOST follows."""

@@ -7,7 +7,7 @@ group. Roles: A (`lora_down`), B (`lora_up`), W (anything else that is trained, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 _LEVEL = re.compile(r"_(input|output)_blocks_(\d+)_")
@@ -76,6 +76,21 @@ def allowed_dead(tensors: Sequence[Tensor], *, layers: Mapping[str, int], pooled
         for tensor in tensors
         if tensor.part in parts and text_layer(tensor.module) == layers.get(tensor.part, 0) - 1
     )
+
+
+def half_cut(name: str, missing: Collection[str], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether `name` is a lora_down without a gradient whose lora_up has one: the cut is between the two."""
+    if tensors[name].role != "A":
+        return False
+    partner = partner_of(name)
+    return partner in tensors and partner not in missing
+
+
+def partner_of(name: str) -> str:
+    """The other factor of the same adapter."""
+    if ".lora_down" in name:
+        return name.replace(".lora_down", ".lora_up")
+    return name.replace(".lora_up", ".lora_down")
 
 
 def text_layer(module: str) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config_health import HealthConfig
 from .findings import Finding, Streaks, Thresholds, percentile
-from .groups import Tensor
+from .groups import Tensor, partner_of
 from .records import FastRecord, SlowRecord, TensorSample
 
 VANISHING_SAMPLES = 3
@@ -97,7 +97,7 @@ class SlowRules:
         tensor = self._tensors[name]
         if tensor.role != "A":
             return False
-        partner = samples.get(_partner(name))
+        partner = samples.get(partner_of(name))
         return partner is not None and partner.weight - partner.update <= 0 and partner.zero <= self._config.zero_share
 
     def _outside(self, samples: Mapping[str, TensorSample], asleep: set[str], explained: set[str]) -> list[Finding]:
@@ -145,7 +145,7 @@ class SlowRules:
         ]
         confirmed = self._streaks.see("untouched", resting, IMBALANCED_SAMPLES)
         explained.update(resting)
-        explained.update(_partner(name) for name in resting)
+        explained.update(partner_of(name) for name in resting)
         by_rate = [name for name in confirmed if name in fast.zero_rate]
         by_gradient = [name for name in confirmed if name not in fast.zero_rate]
         return [
@@ -210,10 +210,3 @@ def group_rms(record: SlowRecord, tensors: Mapping[str, Tensor]) -> dict[str, fl
 def _worst_rms(record: SlowRecord, tensors: Mapping[str, Tensor]) -> tuple[str, float] | None:
     found = group_rms(record, tensors)
     return max(found.items(), key=lambda item: item[1]) if found else None
-
-
-def _partner(name: str) -> str:
-    """The other factor of the same adapter."""
-    if ".lora_down" in name:
-        return name.replace(".lora_down", ".lora_up")
-    return name.replace(".lora_up", ".lora_down")

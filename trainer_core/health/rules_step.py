@@ -15,7 +15,7 @@ import numpy as np
 
 from ..config_health import HealthConfig
 from .findings import Finding, Streaks, Thresholds
-from .groups import Tensor
+from .groups import Tensor, half_cut
 from .records import FastRecord
 from .slope import slope_interval
 
@@ -103,7 +103,11 @@ class ConnectionRules:
     def _disconnected(self, record: FastRecord, asleep: frozenset[str], explained: set[str]) -> list[Finding]:
         missing = [n for n in self._tensors if n not in record.norms and n not in asleep and n not in explained]
         explained.update(missing)
-        return self._by_group("DISCONNECTED", self._streaks.see("disconnected", missing, DEAD_STEPS), "")
+        confirmed = self._streaks.see("disconnected", missing, DEAD_STEPS)
+        halves = [name for name in confirmed if half_cut(name, missing, self._tensors)]
+        if len(halves) == len(confirmed):
+            return self._by_group("DISCONNECTED", halves, "between")
+        return self._by_group("DISCONNECTED", confirmed, "")
 
     def _by_group(self, kind: str, names: Iterable[str], cause: str) -> list[Finding]:
         groups: dict[str, list[str]] = {}

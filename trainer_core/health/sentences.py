@@ -36,6 +36,26 @@ _TEXTS: dict[tuple[str, str], tuple[str, str, str]] = {
         "a detach, a no_grad, or reentrant checkpointing of a block whose inputs need no gradient",
         "switch precision.gradient_checkpointing off, or take the extension off that changed these layers",
     ),
+    ("DISCONNECTED", "between"): (
+        "{tensors:.0f} lora_down tensors get no gradient, though lora_up of the same adapters does",
+        "the tensor between the two is detached",
+        "take the extension off that changed these layers, or report it as a bug with this line",
+    ),
+    ("DISCONNECTED", "zero"): (
+        "{tensors:.0f} trained tensors get a gradient that is exactly 0",
+        "what these layers compute does not take part in the loss",
+        "leave them out of the targets, or look at captions and masks",
+    ),
+    ("STALE", "twice"): (
+        "{tensors:.0f} trained tensors are in the optimizer more than once: each step would move them twice",
+        "two optimizer groups hold the same tensors",
+        "resume the run (it makes the optimizer anew), or set health.audit = 'repair'",
+    ),
+    ("STALE", "dtype"): (
+        "{tensors:.0f} trained tensors are not in fp32: small updates would be lost in rounding",
+        "something cast the adapter",
+        "keep adapter weights in fp32, or set health.audit = 'repair'",
+    ),
     ("FROZEN", "rate"): (
         "{tensors:.0f} tensors have had a learning rate of 0 where the schedule says more",
         "something set the optimizer's rate aside",
