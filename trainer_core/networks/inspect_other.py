@@ -1,4 +1,4 @@
-"""What a file of another adapter kind is (LoHa, LoKr, OFT, DoRA, full differences, ...): who trained what, in counts."""
+"""What a file of another adapter kind is (LoHa, LoKr, OFT, DoRA, full differences): who trained what, in counts."""
 
 from __future__ import annotations
 

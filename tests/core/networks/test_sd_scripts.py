@@ -127,7 +127,7 @@ def verdict(found: dict[str, Any], modules: int) -> str:
 
 
 def load_jobs(real_sdxl: Any, folder: Path) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """(modules by kind, jobs): a file of every kind, for networks.lora; plain LoRA also for modules of the same form."""
+    """(modules by kind, jobs): a file of every kind for networks.lora; plain LoRA also for others of its form."""
     counts = {
         kind: write_kind(real_sdxl, folder / f"{i}.safetensors", *case) for i, (kind, case) in enumerate(KINDS.items())
     }
