@@ -26,11 +26,10 @@ live.subscribe(relay)
 
 
 class _Display:
-    """What the running node shows: its bar, its pictures, and a line in the log now and then."""
+    """What the running node shows: its bar, its pictures (with `node_id`), and a line in the log now and then."""
 
-    def __init__(self, run_dir: Path, node_id: str, show_pictures: bool) -> None:
+    def __init__(self, run_dir: Path, node_id: str | None = None) -> None:
         self._run_dir = run_dir
-        self._show_pictures = show_pictures
         self._node_id = node_id
         self._bar = host.progress_bar()
         self._total = 0
@@ -50,9 +49,9 @@ class _Display:
                 self._say(event)
             case "PreviewReady":
                 self._pictures.append(self._run_dir / data["file"])
-                if self._show_pictures:
+                if self._node_id is not None:
                     host.show_pictures(self._node_id, shown_files(self._pictures[-_MOST_PICTURES:]))
-            case "Warned":
+            case "Warned" if data["topic"] not in core.NOTE_TOPICS:
                 log.warning("%s: %s", self._run_dir.name, data["message"])
             case _:
                 pass
@@ -75,15 +74,17 @@ class _Display:
         log.info("Safe-Scaler step %d of %d, loss %s, %.1f min left", event["step"], self._total, shown, minutes)
 
 
-def follow(
-    run_dir: Path, node_id: str, monitor_node_id: str | None = None, *, show_pictures: bool = True
-) -> core.RunOutcome:
+def work(run_dir: Path) -> core.RunOutcome:
+    """Let the worker do a job that is no training (pictures, coverage), with a progress bar. Cancel becomes `stop`."""
+    return core.Supervisor(run_dir, _Display(run_dir), should_stop=host.interrupted).run()
+
+
+def follow(run_dir: Path, node_id: str, monitor_node_id: str | None = None) -> core.RunOutcome:
     """Run the worker of `run_dir` to its end, starting it again when it dies. Cancel in ComfyUI becomes `stop`.
 
-    `show_pictures`: previews appear in the node while it runs. Returns also for a cancelled run: the caller raises
-    ComfyUI's exception once it has put the results away.
+    Returns also for a cancelled run: the caller raises ComfyUI's exception once it has put the results away.
     """
-    display = _Display(run_dir, node_id, show_pictures)
+    display = _Display(run_dir, node_id)
 
     def on_event(event: Event) -> None:
         live.publish(run, event)

@@ -12,7 +12,7 @@ from .boundary import contained
 from .contact_sheet import contact_sheet
 from .graph_pictures import image_batch, pixels_batch, shown_files
 from .handles import MODEL, RUN, ModelHandle, RunHandle
-from .widgets import choice, setting, socket, text
+from .widgets import Declaration, choice, setting, socket, text
 
 LINKED = "the linked run"
 LAST, EVERY = "last", "every saved step"
@@ -36,7 +36,7 @@ class SafeScalerPreview:
     )
 
     @classmethod
-    def INPUT_TYPES(cls) -> dict[str, dict[str, Any]]:
+    def INPUT_TYPES(cls) -> dict[str, dict[str, Declaration]]:
         return {
             "required": {
                 "lora": choice([LINKED, *host.file_names("loras")], "A LoRA file; used when no run is linked."),
@@ -55,7 +55,6 @@ class SafeScalerPreview:
                     ["auto", *host.devices()], "Which device samples; auto = the first GPU.", advanced=True
                 ),
             },
-            "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
     @classmethod
@@ -74,10 +73,9 @@ class SafeScalerPreview:
         strengths: str,
         run: RunHandle | None = None,
         model: ModelHandle | None = None,
-        unique_id: str = "",
         **inputs: Any,
     ) -> dict[str, Any]:
-        from .following import follow
+        from .following import work
 
         lines = [line.strip() for line in prompts.splitlines() if line.strip()]
         cells = grid_cells(lora_choices(lora, run, inputs["steps_shown"]), read_strengths(strengths))
@@ -87,7 +85,7 @@ class SafeScalerPreview:
         folder = host.temp_folder() / "safe_scaler" / f"preview-{secrets.token_hex(6)}"
         job = core.create_preview_job(folder, config, cells)
         host.free_models()
-        outcome = follow(job.path, str(unique_id), show_pictures=False)
+        outcome = work(job.path)
         host.raise_if_interrupted()
         if outcome.status != "finished":
             raise core.TrainerError(f"The pictures could not be made: {outcome.message} (log: {job.log_path})")

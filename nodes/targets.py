@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
+from pathlib import Path
 from typing import Any
 
+from .. import trainer_core as core
+from . import host
 from .boundary import contained
-from .handles import TARGETS, TargetsHandle
-from .widgets import Declaration, setting, text
+from .graph_pictures import shown_files
+from .handles import MODEL, TARGETS, ModelHandle, TargetsHandle
+from .widgets import Declaration, setting, socket, text
 
 AS_MAIN = -1.0
 """A rate of a part that follows the main learning rate."""
@@ -26,11 +31,17 @@ _PLAIN = {
 
 class SafeScalerTargets:
     CATEGORY = "Safe-Scaler"
-    DESCRIPTION = "Chooses the layers that get adapters, their ranks, and the learning rate of each part."
+    DESCRIPTION = (
+        "Chooses the layers that get adapters, their ranks, and the learning rate of each part. With a linked model it "
+        "shows which layers these are."
+    )
     FUNCTION = "execute"
-    RETURN_TYPES = (TARGETS,)
-    RETURN_NAMES = ("targets",)
-    OUTPUT_TOOLTIPS = ("The layers to train, for Safe-Scaler Train.",)
+    RETURN_TYPES = (TARGETS, "STRING")
+    RETURN_NAMES = ("targets", "coverage")
+    OUTPUT_TOOLTIPS = (
+        "The layers to train, for Safe-Scaler Train.",
+        "Layers and adapters of every block as a table; empty when no model is linked.",
+    )
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Declaration]]:
@@ -51,6 +62,7 @@ class SafeScalerTargets:
                 ),
             },
             "optional": {
+                "model": socket(MODEL, "The base model; with it the node shows which layers get adapters."),
                 "conv_rank": setting("lora.conv_rank"),
                 "dropout": setting("lora.dropout"),
                 "rank_dropout": setting("lora.rank_dropout"),
@@ -72,8 +84,27 @@ class SafeScalerTargets:
         }
 
     @contained
-    def execute(self, **inputs: Any) -> tuple[TargetsHandle]:
-        return (TargetsHandle(title=_title(inputs), settings=target_settings(inputs)),)
+    def execute(self, model: ModelHandle | None = None, **inputs: Any) -> dict[str, Any]:
+        handle = TargetsHandle(title=_title(inputs), settings=target_settings(inputs))
+        if model is None:
+            return {"ui": {"text": [handle.title]}, "result": (handle, "")}
+        table, picture = _coverage(model, handle)
+        return {"ui": {"text": [table], "images": shown_files([picture])}, "result": (handle, table)}
+
+
+def _coverage(model: ModelHandle, targets: TargetsHandle) -> tuple[str, Path]:
+    """Table and picture of where the adapters sit, made in a process of its own (it needs diffusers)."""
+    from .following import work
+
+    main_rate = {"optimizer.learning_rate": 1e-4}  # which parts are trained depends on their own rates alone
+    config, _ = core.load_config(None, {**model.settings, **targets.settings, **main_rate}, check=False)
+    folder = host.temp_folder() / "safe_scaler" / f"coverage-{secrets.token_hex(6)}"
+    job = core.create_coverage_job(folder, config)
+    outcome = work(job.path)
+    host.raise_if_interrupted()
+    if outcome.status != "finished":
+        raise core.TrainerError(outcome.message)
+    return str(core.read_coverage(job)["text"]), job.path / core.COVERAGE_PICTURE
 
 
 def target_settings(inputs: dict[str, Any]) -> dict[str, Any]:

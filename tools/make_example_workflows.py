@@ -154,7 +154,8 @@ def _start(
     dataset = graph.add(
         "SafeScalerDataset", (20, 240), (330, 560), folder="toy", model=(model, "model"), **(data or {})
     )
-    layers = graph.add("SafeScalerTargets", (20, 850), (330, 420), **{"rank": 16, "conv_rank": 16, **(targets or {})})
+    settings = {"rank": 16, "conv_rank": 16, "model": (model, "model"), **(targets or {})}
+    layers = graph.add("SafeScalerTargets", (20, 850), (330, 420), **settings)
     return {"model": (model, "model"), "dataset": (dataset, "dataset"), "targets": (layers, "targets")}
 
 

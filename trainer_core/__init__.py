@@ -25,8 +25,10 @@ __version__ = "0.1.0"
 
 _LATER = {
     "COMMANDS": "runs.protocol",
+    "COVERAGE_PICTURE": "coverage_job",
     "FIELDS": "config_fields",
     "MEMORY_SIZES": "recipes",
+    "NOTE_TOPICS": "events",
     "PANEL_HEARTBEAT_S": "panel.api",
     "PANEL_MAX_BODY": "panel.exchange",
     "PANEL_PREFIX": "panel.api",
@@ -44,6 +46,7 @@ _LATER = {
     "chart_pictures": "diagnostics.chart_pictures",
     "check_vae": "models.inspection",
     "config_hash": "runs.registry",
+    "create_coverage_job": "coverage_job",
     "create_preview_job": "preview_job",
     "create_run": "prepare",
     "describe_run": "runs.registry",
@@ -62,6 +65,7 @@ _LATER = {
     "picture_of": "preview_job",
     "problem_groups": "diagnostics.report_text",
     "purpose_settings": "recipes",
+    "read_coverage": "coverage_job",
     "read_lines": "config_lines",
     "read_run": "diagnostics.report_data",
     "refusal": "resume_rules",
@@ -77,6 +81,7 @@ _LATER = {
 """Names that are imported when they are asked for, and the module that holds each."""
 
 _OTHER_NAME = {
+    "COVERAGE_PICTURE": "PNG_NAME",
     "PreviewCell": "Cell",
     "PANEL_HEARTBEAT_S": "HEARTBEAT_S",
     "PANEL_MAX_BODY": "MAX_BODY",
@@ -96,6 +101,9 @@ if TYPE_CHECKING:
     from .config_io import to_dict as to_dict
     from .config_io import with_settings as with_settings
     from .config_lines import read_lines as read_lines
+    from .coverage_job import PNG_NAME as COVERAGE_PICTURE
+    from .coverage_job import create_coverage_job as create_coverage_job
+    from .coverage_job import read_coverage as read_coverage
     from .data.records import StopRequested as StopRequested
     from .data.scan import examine_dataset as examine_dataset
     from .diagnostics.chart_pictures import chart_pictures as chart_pictures
@@ -103,6 +111,7 @@ if TYPE_CHECKING:
     from .diagnostics.report_data import read_run as read_run
     from .diagnostics.report_text import problem_groups as problem_groups
     from .diagnostics.report_text import summary_sentences as summary_sentences
+    from .events import NOTE_TOPICS as NOTE_TOPICS
     from .models.inspection import check_vae as check_vae
     from .models.inspection import inspect_model as inspect_model
     from .panel.api import HEARTBEAT_S as PANEL_HEARTBEAT_S
@@ -156,6 +165,7 @@ __all__ = [
     "Problem",
     "ResourceError",
     "TrainerError",
+    "COVERAGE_PICTURE",
     "PANEL_HEARTBEAT_S",
     "PreviewCell",
     "PANEL_MAX_BODY",

@@ -93,10 +93,15 @@ def _run(folder: RunFolder, commands: Commands, sink: LastWord, run: Run | None)
 
 def _work_of(folder: RunFolder) -> Run:
     """Training, or the other job that the folder's config asks for."""
-    if folder.read_config().get("job") == "preview":
+    job = folder.read_config().get("job")
+    if job == "preview":
         from trainer_core.preview_job import run as preview
 
         return preview
+    if job == "coverage":
+        from trainer_core.coverage_job import run as coverage
+
+        return coverage
     from trainer_core.build import run as train
 
     return train

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 
-def event(kind: str, seq: int = 1, run_id: str = "r", step: int = 0, **data: Any) -> dict[str, Any]:
+def event(kind: str, /, seq: int = 1, run_id: str = "r", step: int = 0, **data: Any) -> dict[str, Any]:
     return {"v": 1, "seq": seq, "type": kind, "run_id": run_id, "step": step, "time": 0.0, "data": data}
 
 
