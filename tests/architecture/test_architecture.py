@@ -27,6 +27,7 @@ HEAVY = ("torch", "diffusers", "transformers", "peft", "numpy", "PIL")
 
 #: The only places that may catch everything, each a boundary where somebody else's failure must be contained.
 BROAD_EXCEPT_ALLOWED = {
+    ("nodes/live.py", "publish"): "a subscriber that fails must not end the run",
     ("trainer_core/events.py", "emit"): "a subscriber that fails must not end the run",
     ("trainer_core/build.py", "_write_report"): "a report that fails must not turn a good run into a failed one",
     ("trainer_core/worker_main.py", "_run"): "the worker's boundary: the last event is always RunFinished",
