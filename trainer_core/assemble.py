@@ -32,11 +32,13 @@ from .errors import ConfigError, Problem
 from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
 from .export import Exporter
 from .health.engine import HealthEngine
+from .memory.run_memory import memory_of
 from .models import SDXLModel, inspect_model, load_sdxl
 from .networks import Network, create_network
 from .networks.warm_start import warm_start
 from .objective import NoiseSchedule, Objective
 from .optim import LiveWeights, Precision, build_optimizer, schedule_problem
+from .recovery import Recovery
 from .resume import RunIdentity, capture_state, data_digest, restore_state
 from .session import Session
 from .trainer import Trainer, TrainerParts
@@ -128,8 +130,11 @@ class _Assembler:
         )
         weights = LiveWeights(optimizer, self.config.optimizer)
         parts = TrainerParts(model, network, optimizer, precision, objective, plan, loader, self.device, weights)
+        parts.memory = memory_of(parts, self.config, self.bus.emit, lambda: trainer.state.step)
         session, trainer = self._session(parts, report, holdout, latents, texts)
+        recovery = Recovery(session, trainer, self.config)
         self._resume(session, trainer, report)
+        recovery.begin(trainer.state.step)
         if trainer.health is not None:
             trainer.health.audit()
         self._announce(session, trainer, report)
@@ -343,7 +348,7 @@ class _Assembler:
         if found is None:
             self.database.resume_at(0)
             return
-        self.database.resume_at(trainer.state.step, trainer.state.attempt)
+        self.database.resume_at(trainer.state.step, trainer.state.attempt, found.event_seq)
         self.bus.emit(
             Resumed(
                 step=trainer.state.step,
@@ -361,7 +366,7 @@ class _Assembler:
                 total_steps=trainer.total_steps,
                 parts=self.parts,
                 device=str(self.device),
-                precision=self.compute,
+                precision=trainer.parts.precision.compute,
                 pictures=len(report.items),
                 resumed_from=session.resumed_from,
                 config_hash=str(self.stored.get("config_hash", "")),

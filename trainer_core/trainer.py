@@ -11,15 +11,18 @@ rejected; an *applied step* drives the learning-rate schedule.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from .accumulation import Accumulation
 from .config import TrainConfig
+from .distributed.alignment import EVERY, check_weights
+from .distributed.reduction import Reduction
 from .draws import Draws
-from .errors import NonFiniteError
 from .events import EventBus, PhaseChanged, StepFinished, Verdict
 from .networks import DropoutDraws, Network
 from .optim import (
@@ -34,11 +37,13 @@ from .optim import (
 from .optim.clip_watch import ClipWatch
 from .optim.phases import Trigger
 from .step_guard import StepGuard
-from .step_work import StepWork
+from .step_work import StepWork, plan_step
 
 if TYPE_CHECKING:
     from .data import Batch, BatchLoader, BatchPlan, SampleRef
+    from .distributed.processes import Processes
     from .health.engine import HealthEngine
+    from .memory.run_memory import RunMemory
     from .models import SDXLModel
     from .objective import Objective
     from .optim.clipping import Clip
@@ -101,6 +106,8 @@ class TrainerParts:
     loader: BatchLoader
     device: torch.device
     weights: LiveWeights | None = None
+    memory: RunMemory | None = None
+    processes: Processes | None = None
 
     @property
     def live(self) -> LiveWeights:
@@ -140,6 +147,20 @@ class Trainer:
         self.state = TrainState()
         self.keepers: dict[str, Keeper] = {}
         """What else goes into checkpoints, by its name there ("health", "quarantine"); the loss scaler is "scaler"."""
+        memory, processes = parts.memory, parts.processes
+        self.accumulation = Accumulation(
+            parts.precision,
+            parts.optimizer,
+            parts.device,
+            compute_loss=self._compute_loss,
+            area=self._area,
+            should_stop=should_stop,
+            ladder=None if memory is None else memory.ladder,
+            context=None if memory is None else memory.context,
+            reduction=None if processes is None else Reduction(processes),
+        )
+        if memory is not None:
+            self.keepers["memory"] = memory.ladder
         self.guard = StepGuard(self)
         self.clip_watch = ClipWatch()
         self.keepers["clip_watch"] = self.clip_watch
@@ -163,15 +184,31 @@ class Trainer:
         """
         self.bus.emit(PhaseChanged(step=self.state.step, phase="training", total=self.total_steps))
         self.parts.network.train()
+        if self.parts.memory is not None and self.parts.memory.probes and self.state.step < self.total_steps:
+            self.probe()
+            self.parts.memory.probed()
         while self.state.step < self.total_steps:
+            if self.parts.processes is not None:
+                self.parts.processes.gate("step")
+                self.parts.processes.note_place(self.state.step)
             if not self.train_step():
                 return "stopped"
+            self._look_around()
             trigger = self.guard.take_trigger()
             if trigger is None:
                 self.after_step(self.state.step)
             else:
                 self.recover(trigger)
         return "finished"
+
+    def _look_around(self) -> None:
+        """After a step: memory under pressure, and whether all processes still hold the same weights."""
+        parts = self.parts
+        if parts.memory is not None:
+            parts.memory.after_step()
+        if parts.processes is not None and self.state.applied % EVERY == 0:
+            weights = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
+            check_weights(parts.processes, weights, self.state.step)
 
     def ask_for_recovery(self, trigger: Trigger) -> None:
         """Let the ladder act after the present step (for verdicts of gradient health)."""
@@ -183,16 +220,10 @@ class Trainer:
         Raises:
             NonFiniteError: always.
         """
-        guard = self.guard
-        where = f" First hit: {guard.last_where or ', '.join(guard.last_culprits[:3])}."
-        pictures = f" Pictures of the last step: {', '.join(guard.last_samples[:3])}."
-        raise NonFiniteError(
-            f"Stopped at step {self.state.step}: {trigger.reason} ({trigger.kind})."
-            f"{where if guard.last_where or guard.last_culprits else ''}{pictures if guard.last_samples else ''} "
+        raise self.guard.failure(
+            trigger,
             "The adapter was not changed by these steps. Try precision.compute = 'bf16' (or 'fp32'), a lower learning "
             "rate, or leave out the pictures named here.",
-            step=self.state.step,
-            sample_ids=guard.last_samples,
         )
 
     def train_step(self) -> bool:
@@ -202,10 +233,10 @@ class Trainer:
         epoch, group = self._position()
         work = self.guard.plan(epoch, group)
         while work.batches:
-            if not self._accumulate(work):
+            reading = self.accumulation.measure(work)
+            if reading is None:
                 parts.precision.abandon(parts.optimizer)
                 return False
-            reading = parts.precision.read(parts.optimizer)
             verdict = parts.precision.judge(parts.optimizer, reading)
             rest = self.guard.without_poison(work, reading, verdict)
             if rest is None:
@@ -226,13 +257,17 @@ class Trainer:
         batches = self.parts.plan.batches(epoch)
         return epoch, list(batches[index * accumulation : (index + 1) * accumulation])
 
-    def _accumulate(self, work: StepWork) -> bool:
-        """Forward and backward of every micro-batch. False when asked to stop."""
-        for refs in work.batches:
-            if self.should_stop():
-                return False
-            self.parts.precision.backward(self.loss(work.epoch, self.load(work.epoch, refs)), work.divisor)
-        return True
+    def probe(self) -> None:
+        """Compute the largest batch once before the first step, so that memory ends now and not in an hour."""
+        refs = self.parts.plan.largest_batch()
+        self.accumulation.run(plan_step(0, [refs]))
+        self.parts.precision.abandon(self.parts.optimizer)
+
+    def _area(self, refs: Sequence[SampleRef]) -> tuple[int, int]:
+        return self.parts.plan.items[refs[0].item_index].bucket
+
+    def _compute_loss(self, epoch: int, refs: Sequence[SampleRef]) -> torch.Tensor:
+        return self.loss(epoch, self.load(epoch, tuple(refs)))
 
     def load(self, epoch: int, refs: tuple[SampleRef, ...]) -> Batch:
         """The micro-batch of `refs` as the present attempt sees it; the same again for the same arguments."""
@@ -286,16 +321,23 @@ class Trainer:
         )
         return embeds.context_BTD, embeds.pooled_BD
 
+    def _update(self, reading: StepReading, verdict: StepVerdict) -> Clip:
+        """Everything that an applied step changes in tensors, and nothing else: it may be made again."""
+        parts = self.parts
+        clip = parts.precision.apply(parts.optimizer, reading, verdict)
+        if self.config.lora.max_norm > 0:
+            parts.network.apply_max_norm(self.config.lora.max_norm)
+        parts.live.after_update()
+        return clip
+
     def _apply(self, work: StepWork, reading: StepReading, verdict: StepVerdict, started: float) -> Clip:
         state, parts = self.state, self.parts
         base_rate = self.config.optimizer.learning_rate
         factor = learning_rate_factor(self.config.schedule, state.applied, self.total_steps, base_rate)
         set_learning_rates(parts.optimizer, factor * self.lr_factor)
-        clip = parts.precision.apply(parts.optimizer, reading, verdict)
+        update = partial(self._update, reading, verdict)
+        clip = update() if parts.memory is None else parts.memory.update(update)
         rates = effective_rates(parts.optimizer)
-        if self.config.lora.max_norm > 0:
-            parts.network.apply_max_norm(self.config.lora.max_norm)
-        parts.live.after_update()
         state.applied += 1
         before = reading.loss if state.loss_avg is None else state.loss_avg
         state.loss_avg = _AVERAGE_DECAY * before + (1.0 - _AVERAGE_DECAY) * reading.loss

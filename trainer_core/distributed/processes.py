@@ -1,0 +1,238 @@
+"""The processes of one run, started by torchrun or accelerate launch: where they are, and how they speak.
+
+Flags and small messages go over gloo on the CPU, tensors over NCCL where they are on GPUs. Process 0 does the slow work
+that happens once (scan, caches, validation, previews, files) while the others wait at a gate in the store; a heartbeat
+tells "slow" from "gone", so no collective ever waits for slow work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import distributed
+
+from ..errors import ProcessError
+
+_BEAT_S = 1.0
+_LOOK_S = 1.0
+
+
+def world_size() -> int:
+    """How many processes the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE") or "1")
+
+
+class Processes:
+    """This process among `count`, numbered `rank` from 0. One instance a process; `close()` at the end.
+
+    Args:
+        limit_s: seconds a collective waits for the others, and a gate for a heartbeat.
+
+    Raises:
+        ProcessError: the others cannot be reached.
+    """
+
+    def __init__(self, *, limit_s: float = 600.0, cuda: bool = False) -> None:
+        self.limit_s = limit_s
+        limit = timedelta(seconds=limit_s)
+        try:
+            store, self.rank, self.count = next(distributed.rendezvous("env://", timeout=limit))
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=distributed.PrefixStore("safe-scaler", store),
+                rank=self.rank,
+                world_size=self.count,
+                timeout=limit,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ProcessError(f"The processes of this run cannot reach each other: {error}") from error
+        self.local_rank = int(os.environ.get("LOCAL_RANK") or "0")
+        self._store = distributed.PrefixStore("safe-scaler-notes", store)
+        self._gates: dict[str, int] = {}
+        self._closed = threading.Event()
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._beat(0)
+        self._thread = threading.Thread(target=self._keep_beating, args=(store,), name="heartbeat", daemon=True)
+        self._thread.start()
+
+    @property
+    def first(self) -> bool:
+        """Whether this is process 0, which alone writes files and speaks."""
+        return self.rank == 0
+
+    def any_of(self, *flags: bool) -> tuple[bool, ...]:
+        """Each flag, true where it is on any process."""
+        values = torch.tensor(flags, dtype=torch.int32)
+        self._guarded(lambda: distributed.all_reduce(values, distributed.ReduceOp.MAX))
+        return tuple(bool(value) for value in values.tolist())
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed over the processes, in place; the same bits everywhere."""
+        self._guarded(lambda: distributed.all_reduce(tensor, distributed.ReduceOp.SUM))
+        return tensor
+
+    def gather(self, text: str) -> list[str]:
+        """The text of every process, by rank."""
+        own = torch.frombuffer(bytearray(text.encode("utf-8") or b" "), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        self._guarded(lambda: distributed.all_gather(lengths, torch.tensor([len(own)])))
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(own)] = own
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.count)]
+        self._guarded(lambda: distributed.all_gather(texts, padded))
+        return [
+            bytes(found[: int(length)].tolist()).decode("utf-8") for found, length in zip(texts, lengths, strict=True)
+        ]
+
+    def share_json(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns in process 0, in every process; a failure of it is one everywhere."""
+        if not self.first:
+            told = json.loads(self._wait_for(f"shared/{self._next('shared')}", {0}))
+            if "failed" in told:
+                raise ProcessError(f"Process 0 failed: {told['failed']}")
+            return told["value"]
+        key = f"shared/{self._next('shared')}"
+        try:
+            value = make()
+        except BaseException as error:
+            self._store.set(key, json.dumps({"failed": str(error) or type(error).__name__}))
+            raise
+        self._store.set(key, json.dumps({"value": value}))
+        return value
+
+    def broadcast(self, tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """CPU tensors of process 0 (None elsewhere) in every process, bit for bit."""
+        described: Any = self.share_json(
+            lambda: [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in (tensors or {}).items()]
+        )
+        result: dict[str, torch.Tensor] = {}
+        for name, dtype, shape in described:
+            value = tensors[name].contiguous() if tensors else torch.empty(shape, dtype=getattr(torch, dtype))
+            raw = value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+            if raw.numel():
+                self._guarded(lambda raw=raw: distributed.broadcast(raw, 0))
+            result[name] = value
+        return result
+
+    def gate(self, name: str) -> None:
+        """Process 0 goes through and opens it for the others, which wait as long as process 0 is alive.
+
+        Raises ProcessError when it is not, or has failed.
+        """
+        key = f"gate/{name}/{self._next(f'gate/{name}')}"
+        if self.first:
+            self._store.set(key, "open")
+        else:
+            self._wait_for(key, {0})
+
+    def meet(self, name: str) -> None:
+        """Wait until every process has come here, however long it works, as long as all are alive."""
+        number = self._next(f"meet/{name}")
+        self._store.set(f"meet/{name}/{number}/{self.rank}", "here")
+        for rank in range(self.count):
+            if rank != self.rank:
+                self._wait_for(f"meet/{name}/{number}/{rank}", {rank})
+
+    def note_place(self, step: int) -> None:
+        """Note where this process is, so that the others can name it when it does not answer."""
+        self._store.set(f"at/{self.rank}", str(step))
+
+    def tell_failed(self, message: str) -> None:
+        """Leave word of why this process ends."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"failed/{self.rank}", message)
+
+    def close(self) -> None:
+        """Leave the group. A process that failed leaves without waiting for the others."""
+        self._closed.set()
+        self._thread.join(timeout=5.0)
+        with contextlib.suppress(RuntimeError):
+            distributed.destroy_process_group()
+
+    def _next(self, name: str) -> int:
+        self._gates[name] = self._gates.get(name, 0) + 1
+        return self._gates[name]
+
+    def _wait_for(self, key: str, ranks: set[int]) -> bytes:
+        """The value of `key`, which one of `ranks` will set."""
+        self._beats.clear()
+        while True:
+            with contextlib.suppress(RuntimeError):  # DistStoreError: not there yet
+                self._store.wait([key], timedelta(seconds=_LOOK_S))
+                return cast("bytes", self._store.get(key))
+            self._look_for_failures()
+            for rank in ranks:
+                if self._silence(rank) > self.limit_s:
+                    raise ProcessError(f"Process {rank} is gone: no sign of life for {self.limit_s:.0f} s.")
+
+    def _look_for_failures(self) -> None:
+        """Raise ProcessError when another process has left word that it failed."""
+        for rank in range(self.count):
+            try:
+                if rank != self.rank and self._store.check([f"failed/{rank}"]):
+                    told = self._store.get(f"failed/{rank}").decode("utf-8", "replace")
+                    raise ProcessError(f"Process {rank} failed: {told}")
+            except RuntimeError as error:
+                raise ProcessError(f"The store of this run is gone ({error}).") from error
+
+    def _silence(self, rank: int) -> float:
+        """Seconds since the heartbeat of `rank` last changed, as seen from here."""
+        beat = self._store.get(f"beat/{rank}") if self._store.check([f"beat/{rank}"]) else b""
+        now = time.monotonic()
+        known, since = self._beats.get(rank, (None, now))
+        if beat != known:
+            self._beats[rank] = beat, now
+            return 0.0
+        return now - since
+
+    def _beat(self, number: int, store: Any = None) -> None:
+        (store or self._store).set(f"beat/{self.rank}", str(number))
+
+    def _keep_beating(self, store: Any) -> None:
+        """In a thread with a connection of its own: a wait in the main thread holds the shared one."""
+        with contextlib.suppress(AttributeError, RuntimeError):
+            store = store.clone()
+        own = distributed.PrefixStore("safe-scaler-notes", store)
+        number = 0
+        while not self._closed.wait(_BEAT_S):
+            number += 1
+            try:
+                self._beat(number, own)
+            except RuntimeError:  # the store is gone: the run is over, one way or the other
+                return
+
+    def _guarded(self, collective: Callable[[], object]) -> None:
+        """A collective whose failure is told in words: who failed, is gone, or does not answer."""
+        try:
+            collective()
+        except RuntimeError as error:
+            self._explain(error)
+
+    def _explain(self, error: RuntimeError) -> None:
+        time.sleep(_BEAT_S)  # word of a failure may be on its way
+        self._look_for_failures()
+        late = self._late()
+        who = f"Process{'es' if len(late) > 1 else ''} {', '.join(map(str, late))}" if late else "A process"
+        raise ProcessError(
+            f"{who} did not answer within {self.limit_s:.0f} s or is gone "
+            f"({str(error).splitlines()[0][:200]}). The run can be resumed from its last checkpoint, with any number "
+            "of processes."
+        ) from error
+
+    def _late(self) -> list[int]:
+        places: dict[int, int] = {}
+        with contextlib.suppress(RuntimeError):
+            for rank in range(self.count):
+                if self._store.check([f"at/{rank}"]):
+                    places[rank] = int(self._store.get(f"at/{rank}"))
+        own = places.get(self.rank, 0)
+        return [rank for rank, place in places.items() if place < own]
