@@ -38,6 +38,12 @@ class ObjectiveConfig:
     ip_noise_gamma_random_strength: bool = option(
         False, "draw the strength of the input perturbation for each sample, from 0 to ip_noise_gamma", advanced=True
     )
+    latents: str = option(
+        "sample",
+        "latents of a picture: drawn anew each time from what the VAE gives, or its mode (the mean), the same each time",
+        choices=("sample", "mode"),
+        advanced=True,
+    )
     min_timestep: int = option(0, "lowest training timestep", min=0, max=999, advanced=True)
     max_timestep: int = option(1000, "training timesteps end before this", min=1, max=1000, advanced=True)
     timestep_distribution: str = option(

@@ -14,7 +14,8 @@ import os
 import sqlite3
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,29 @@ def stamp_of(path: str) -> Stamp | None:
     except (OSError, ValueError):
         return None
     return _pack(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+@contextmanager
+def stamps_in(folder: str) -> Iterator[Callable[[str], Stamp | None]]:
+    """`stamp_of` for names in one folder, which is looked up once where the system can do that."""
+    try:
+        number = os.open(folder, os.O_RDONLY) if _stat in os.supports_dir_fd else None
+    except OSError:
+        number = None
+    start = os.path.join(folder, "") if number is None else ""
+
+    def stamp_in(name: str) -> Stamp | None:
+        try:
+            found = _stat(start + name, dir_fd=number)
+        except (OSError, ValueError):
+            return None
+        return _pack(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+    try:
+        yield stamp_in
+    finally:
+        if number is not None:
+            os.close(number)
 
 
 def is_fresh(stamp: Stamp) -> bool:

@@ -18,7 +18,7 @@ from .captions import fixed_captions
 from .decode import PictureError, PictureFacts
 from .find import FoundFolder, FoundSet
 from .locations import file_of, locate, shown_name
-from .memo import FileMemo, Known, Row, stamp_of
+from .memo import FileMemo, FolderMemo, Known, Row, stamp_of, stamps_in
 from .pool import DecodePool, examine_job
 from .records import StopRequested
 from .sets import SetSpec
@@ -110,15 +110,22 @@ class PictureScan:
                 memo = self.memo.folder(path)
                 quick = None
                 if not is_tar and self._is_plain(found, folder):
-                    quick = QuickPath(self, found, folder, number, start)
-                for name, stem in zip(folder.folder.pictures, folder.folder.stems, strict=True):
+                    quick = QuickPath(self, found, folder, number, memo)
+                names, at = folder.folder.pictures, 0
+                while at < len(names):
+                    if quick is not None and not waiting:
+                        at = quick.take_from(at)
+                        if at == len(names):
+                            break
+                    name = names[at]
+                    at += 1
                     whole = locate(path, name) if is_tar else start + name
                     stamp = shared if is_tar else stamp_of(whole) if self.memo.active else None
                     row = None if self.verify or stamp is None else memo.find(name)
                     if row is None or row[1] != stamp:
                         job = pool.submit(examine_job(whole, found.spec.background))
                         yield _Task(found, folder, number, name, whole, stamp, None, job)
-                    elif waiting or quick is None or not quick.take(name, stem, row):
+                    else:
                         yield _Task(found, folder, number, name, whole, stamp, Row._make(row).known(), None)
 
     def _is_plain(self, found: FoundSet, folder: FoundFolder) -> bool:
@@ -263,40 +270,49 @@ class PictureScan:
 class QuickPath:
     """Takes pictures of one folder that are known, good and captioned as before, without another thought."""
 
-    def __init__(self, scan: PictureScan, found: FoundSet, folder: FoundFolder, number: int, start: str) -> None:
+    def __init__(self, scan: PictureScan, found: FoundSet, folder: FoundFolder, number: int, memo: FolderMemo) -> None:
         self.scan = scan
-        self.spec = folder.spec
+        self.folder = folder
         self.number = number
-        self.folder = start
-        self.prefix = folder.prefix
-        self.stems = folder.folder.captions.stems(found.ending)
-        self.key = folder.spec.caption_encoding or ""
+        self.memo = memo
+        self.captions = folder.folder.captions.stems(found.ending)
         self.starts: dict[tuple[int, int], bytes] = {}
-        self.since_told = 0
-        self.limit = folder.spec.max_token_length
-        self.add = scan.table.add_known
 
-    def take(self, name: str, stem: str, row: tuple[Any, ...]) -> bool:
-        """True when the picture is in the table now."""
-        _, _, content, width, height, _, notes, reason, caption_name, key, stamp, text, caption_notes, tokens = row
-        if not text or notes or reason or caption_notes or not 0 <= tokens <= self.limit or key != self.key:
+    def take_from(self, at: int) -> int:
+        """Put pictures from place `at` on into the table; the place of the first one that needs a closer look."""
+        names, stems, captions = self.folder.folder.pictures, self.folder.folder.stems, self.captions
+        find, good, add = self.memo.find, self._good, self.scan.table.add_known
+        with stamps_in(str(self.folder.folder.path)) as stamp_in:
+            for place in range(at, len(names)):
+                name = names[place]
+                row = find(name)
+                if row is None or row[1] != stamp_in(name):
+                    return place
+                caption_name = row[8]
+                if not good(row) or captions.get(stems[place]) != caption_name or stamp_in(caption_name) != row[10]:
+                    return place
+                start = self.starts.get(row[3:5]) or self._start(row[3:5])
+                if not start:
+                    return place
+                add(start, row[2], name, row[11])
+                if not place % _QUICK_TOLD:
+                    self.scan.tell(self.folder.prefix + name)
+        return len(names)
+
+    def _good(self, row: tuple[Any, ...]) -> bool:
+        """Whether nothing about the picture and its caption has to be said."""
+        _, _, _, _, _, _, notes, reason, _, key, _, text, caption_notes, tokens = row
+        if not text or notes or reason or caption_notes or "\n" in text:
             return False
-        if self.stems.get(stem) != caption_name or stamp_of(self.folder + caption_name) != stamp:
-            return False
-        size = (width, height)
-        start = self.starts.get(size)
-        if start is None:
-            if _ratio_reason(size, self.spec.max_ratio):
-                return False
-            chosen = self.scan.place(self.spec, size)
-            start = self.scan.table.row_start(self.spec, self.number, size, chosen)
-            self.starts[size] = start
-        self.add(start, content, name, text.replace("\n", " "))
-        self.since_told += 1
-        if self.since_told >= _QUICK_TOLD:
-            self.since_told = 0
-            self.scan.tell(self.prefix + name)
-        return True
+        return 0 <= tokens <= self.folder.spec.max_token_length and key == (self.folder.spec.caption_encoding or "")
+
+    def _start(self, size: tuple[int, int]) -> bytes:
+        """Start of the table's row for pictures of this size; empty for a size that is refused."""
+        if _ratio_reason(size, self.folder.spec.max_ratio):
+            return b""
+        chosen = self.scan.place(self.folder.spec, size)
+        found = self.starts[size] = self.scan.table.row_start(self.folder.spec, self.number, size, chosen)
+        return found
 
 
 @contextmanager

@@ -48,7 +48,9 @@ class Objective:
     def latents(
         self, mean_BCHW: torch.Tensor, std_BCHW: torch.Tensor, draws: Draws, epoch: int, sample_keys: Sequence[str]
     ) -> torch.Tensor:
-        """A sample of the VAE's posterior, times the latent scale factor; float32."""
+        """A sample of the VAE's posterior, or its mode, times the latent scale factor; float32."""
+        if self.config.latents == "mode":
+            return mean_BCHW * self.vae_scale
         noise_BCHW = _normals(draws, epoch, sample_keys, "posterior", mean_BCHW)
         return (mean_BCHW + std_BCHW * noise_BCHW) * self.vae_scale
 

@@ -131,6 +131,20 @@ def test_draws_do_not_depend_on_the_batch(options: dict[str, object]) -> None:
     assert not torch.equal(objective.noised(latents, draws, 2, ["a:0", "b:0"]).noisy_BCHW, both.noisy_BCHW)
 
 
+def test_latents_are_drawn_or_the_mode() -> None:
+    mean_BCHW = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    std_BCHW = torch.full((2, 4, 8, 8), 0.1)
+    keys = ["a", "b"]
+    schedule = NoiseSchedule(prediction_type="epsilon")
+    drawn, mode = (Objective(schedule, ObjectiveConfig(latents=kind), vae_scale=0.5) for kind in ("sample", "mode"))
+    assert torch.equal(mode.latents(mean_BCHW, std_BCHW, Draws(1), 0, keys), mean_BCHW * 0.5)
+    first = drawn.latents(mean_BCHW, std_BCHW, Draws(1), 0, keys)
+    assert torch.equal(first, drawn.latents(mean_BCHW, std_BCHW, Draws(1), 0, keys))
+    assert not torch.equal(first, drawn.latents(mean_BCHW, std_BCHW, Draws(1), 1, keys))
+    spread = (first / 0.5 - mean_BCHW) / 0.1
+    assert 0.8 < spread.std() < 1.2
+
+
 def test_input_perturbation_leaves_the_target_clean() -> None:
     latents = torch.zeros(1, 4, 8, 8)
     plain = make_objective().noised(latents, Draws(1), 0, ["a:0"])
