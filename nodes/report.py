@@ -22,12 +22,13 @@ class SafeScalerReport:
     DESCRIPTION = "Shows what a run did: charts, a text in plain words, and the path of its report page."
     FUNCTION = "execute"
     OUTPUT_NODE = True
-    RETURN_TYPES = ("IMAGE", "STRING", "STRING")
-    RETURN_NAMES = ("charts", "report", "report_path")
+    RETURN_TYPES = ("IMAGE", "STRING", "STRING", "STRING")
+    RETURN_NAMES = ("charts", "report", "report_path", "share_sheet")
     OUTPUT_TOOLTIPS = (
         "Loss, validation loss, gradient norm, learning rate: one picture each.",
         "What was done and what came of it, in words.",
         "Path of report.html, which opens in any browser without a network.",
+        "What others need to use the LoRA, and what Civitai and Hugging Face ask for; also share.md in the run folder.",
     )
 
     @classmethod
@@ -50,7 +51,9 @@ class SafeScalerReport:
         pictures = core.chart_pictures(core.read_run(folder.path))
         text = report_text(folder, [])
         batch = pixels_batch(pictures) if pictures else host.nothing()
-        return {"ui": {"text": [text], "images": _shown(pictures, folder.run_id)}, "result": (batch, text, str(page))}
+        share = core.write_share_sheet(folder.path).read_text(encoding="utf-8")
+        shown = {"text": [text], "images": _shown(pictures, folder.run_id)}
+        return {"ui": shown, "result": (batch, text, str(page), share)}
 
 
 def chosen_run(choose: str, run: RunHandle | None) -> core.RunFolder:

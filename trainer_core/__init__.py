@@ -76,6 +76,7 @@ _LATER = {
     "to_dict": "config_io",
     "with_settings": "config_io",
     "write_report": "diagnostics.report",
+    "write_share_sheet": "share_sheet",
     "write_teaching_set": "toy.demo_data",
 }
 """Names that are imported when they are asked for, and the module that holds each."""
@@ -144,6 +145,7 @@ if TYPE_CHECKING:
     from .runs.registry import list_runs as list_runs
     from .runs.supervisor import RunOutcome as RunOutcome
     from .runs.supervisor import Supervisor as Supervisor
+    from .share_sheet import write_share_sheet as write_share_sheet
     from .toy.demo_data import write_teaching_set as write_teaching_set
 
 
