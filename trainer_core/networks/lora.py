@@ -186,13 +186,13 @@ class LoraModule(nn.Module):
         if self.training and self.rates.any:
             hidden = self._dropped(hidden)
         delta = self._up(hidden * scale if scale != 1.0 else hidden)
-        return self._limited(delta) if self.clamp > 0 else delta
+        # In training only: files cannot hold the limit, so validation, previews and the proof see what the file does.
+        return self._limited(delta) if self.clamp > 0 and self.training else delta
 
     def _limited(self, delta: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.clamped += (delta.detach().abs() > self.clamp).sum()
-                self.seen += delta.numel()
+        with torch.no_grad():
+            self.clamped += (delta.detach().abs() > self.clamp).sum()
+            self.seen += delta.numel()
         return delta.clamp(-self.clamp, self.clamp)
 
     def _down(self, x: torch.Tensor, source: Source | None) -> torch.Tensor:
