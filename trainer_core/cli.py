@@ -44,6 +44,7 @@ _USAGE = """usage: safe-scaler COMMAND ...
   resize FILE --rank N | --keep SHARE      a LoRA of lower rank
   merge MODEL LORA[=S] ... --output FILE   a model with LoRAs merged in
   extract BASE TUNED --output FILE         a LoRA from the difference of two models
+  panel [--output_dir DIR] [--port N]      show runs live in a browser (needs gradio)
   doctor [--json]                          check devices, number formats, memory, disk and libraries
   --version
 """
@@ -351,12 +352,28 @@ def doctor(words: Sequence[str]) -> int:
     return EXIT_FAILED if facts["missing"] else 0
 
 
+def panel(words: Sequence[str]) -> int:
+    """`panel`: the runs of some output folders in a browser, until Ctrl-C."""
+    from .panel.app import DEFAULT_PORT, serve
+
+    parser = argparse.ArgumentParser(prog="safe-scaler panel", description="Show runs live in a browser.")
+    parser.add_argument("--output_dir", "--output-dir", nargs="+", default=["output"], help="folders that hold runs")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve at; 0.0.0.0 lets the whole network in")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    args = parser.parse_args(words)
+    shown = f"[{args.host}]" if ":" in args.host else args.host
+    print(f"Panel: http://{shown}:{args.port}/  (Ctrl-C ends it; runs go on)", flush=True)
+    serve([Path(folder).expanduser() for folder in args.output_dir], args.host, args.port)
+    return 0
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "resume": resume,
     "demo": demo,
     "scan": scan,
     "inspect": inspect,
+    "panel": panel,
     "doctor": doctor,
     **FILE_COMMANDS,
 }

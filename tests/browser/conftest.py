@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "comfyui")]  # browser_page, front_ends, server
+sys.path[:0] = [str(HERE), str(HERE.parent / "comfyui")]  # browser_page, front_ends, comfyui_server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -24,7 +24,7 @@ def missing() -> str:
     if importlib.util.find_spec("websocket") is None:
         return "no websocket-client: pip install websocket-client"
     from browser_page import chromium
-    from server import missing as no_comfyui
+    from comfyui_server import missing as no_comfyui
 
     return no_comfyui() or ("" if chromium() else "no Chromium: apt-get install chromium")
 

@@ -12,11 +12,13 @@ import pytest
 if TYPE_CHECKING:
     from browser_page import ComfyPage
     from playwright.sync_api import Browser
-    from server import ComfyUI
+    from comfyui_server import ComfyUI
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = "toy (built in, for a first try)"
 STOP = "[data-testid=safe-scaler-stop]"
+MONITOR_DRAWS = "document.querySelectorAll('[data-testid=safe-scaler-monitor] canvas').length >= 1"
+MONITOR_SHOWS_A_STEP = "document.querySelector('[data-testid=safe-scaler-monitor]')?.innerText.includes('step')"
 
 NODES: list[dict[str, Any]] = [
     {"key": "load", "type": "SafeScalerLoadSDXL", "pos": [20, 60], "widgets": {"checkpoint": TOY, "precision": "fp32"}},
@@ -37,10 +39,10 @@ LINKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["1.27.10", pytest.param("newest", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["newest", pytest.param("1.27.10", marks=pytest.mark.slow)])
 def comfyui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     from front_ends import static_root
-    from server import ComfyUI
+    from comfyui_server import ComfyUI
 
     root = static_root(request.param)
     if root is None:
@@ -70,29 +72,34 @@ def open_page(browser: Browser, comfyui: ComfyUI, **size: int) -> ComfyPage:
     return page
 
 
+def renderer(comfyui: ComfyUI, *, vue: bool) -> None:
+    """Nodes drawn by Vue (new front ends only) or on the canvas, from the next load of a page."""
+    comfyui.post("/api/settings/Comfy.VueNodes.Enabled", vue)
+
+
 def test_a_run_is_watched_reloaded_and_stopped(browser: Browser, comfyui: ComfyUI, tmp_path: Path) -> None:
-    """Panel opens, charts move, pictures appear, a reload restores all of it, stop saves."""
+    """Panel opens, charts move, pictures appear, a reload (into the other renderer) restores all of it, stop saves."""
+    front_end = comfyui.front_end  # type: ignore[attr-defined]
+    renderer(comfyui, vue=False)
     page = open_page(browser, comfyui, width=1600)
-    assert page.run("() => document.querySelector('link#safe-scaler-styles') === null")  # nothing before it is needed
     page.build(NODES, LINKS)
+    page.show_graph(0.62, 560, 110)
     page.open_panel()
     page.queue()
-    page.wait("window.safeScaler.client.current?.run.step >= 2 && document.querySelector('.ss-charts canvas')", 120_000)
+    page.wait("window.safeScaler.client.current?.run.step >= 2 && document.querySelector('.ss-charts canvas')", 150_000)
     before, step = page.chart_pixels(), page.state()["step"]
     page.wait(f"window.safeScaler.client.current.run.step >= {step + 3}")
     page.wait(f"document.querySelector('.ss-progress').getAttribute('aria-valuenow') >= {step + 3}")
     assert page.chart_pixels() != before
     page.wait("document.querySelectorAll('.ss-thumb img').length >= 2")
     page.wait("[...document.querySelectorAll('.ss-compare img')].every((one) => one.complete && one.naturalWidth > 0)")
-    monitor = page.page.locator("[data-testid=safe-scaler-monitor]").first
-    assert "step" in monitor.inner_text()
-    assert monitor.locator("canvas").count() >= 1
+    page.wait(MONITOR_SHOWS_A_STEP)
+    page.wait(MONITOR_DRAWS)
     assert "pictures" in page.page.locator("[data-testid=safe-scaler-scan]").first.inner_text()
-    page.show_graph(0.85, 420, 30)
-    page.page.wait_for_timeout(600)
-    page.picture(pictures(tmp_path) / f"panel_running_{comfyui.front_end}.png")
+    page.picture(pictures(tmp_path) / f"graph_running_{front_end}.png")
 
     seen = page.state()
+    renderer(comfyui, vue=True)
     page.reload()
     page.open_panel()
     page.wait("window.safeScaler.client.current?.loaded")
@@ -102,8 +109,14 @@ def test_a_run_is_watched_reloaded_and_stopped(browser: Browser, comfyui: ComfyU
     assert (restored["first"], restored["points"]) == (1, restored["step"])
     assert restored["previews"] >= seen["previews"]
     assert restored["log"] >= seen["log"]
+    page.show_graph(0.62, 560, 110)
+    page.wait(MONITOR_SHOWS_A_STEP)
+    page.wait(MONITOR_DRAWS)
     page.wait(f"window.safeScaler.client.current.run.step > {restored['step']}")  # and it goes on moving
-    page.wait("document.querySelector('[data-testid=safe-scaler-monitor]')?.innerText.includes('step')")
+    assert page.state()["points"] == page.state()["step"]
+    page.page.wait_for_timeout(500)
+    page.picture(pictures(tmp_path) / f"monitor_{front_end}.png", "[data-testid=safe-scaler-monitor]")
+    page.picture(pictures(tmp_path) / f"graph_vue_{front_end}.png")
 
     page.page.locator(STOP).click()
     page.wait("window.safeScaler.client.current.run.state === 'stopped'")
@@ -111,6 +124,17 @@ def test_a_run_is_watched_reloaded_and_stopped(browser: Browser, comfyui: ComfyU
     run = comfyui.output / "safe_scaler" / seen["id"]
     assert list((run / "lora").glob("*.safetensors"))
     assert list((run / "checkpoints").glob("step-*"))
+    page.page.set_viewport_size({"width": 1600, "height": 2300})
+    page.page.wait_for_timeout(800)
+    page.picture(pictures(tmp_path) / f"panel_{front_end}.png", "[data-testid=safe-scaler-panel]")
+    assert float(page.run("() => document.querySelector('.ss-panel').dataset.frameMs")) < 50
     assert page.problems == []
-    assert "pack_under_test" not in "".join(comfyui.log.split("Traceback")[1:]).replace("custom_nodes/pack_under_test\n", "")
+    assert pack_errors(comfyui.log) == []
     page.page.close()
+
+
+def pack_errors(log: str) -> list[str]:
+    """Tracebacks in ComfyUI's log that go through the pack. (ComfyUI logs some of its own without torchaudio.)"""
+    return [
+        part for part in log.split("Traceback (most recent call last)")[1:] if "pack_under_test/nodes" in part[:3000]
+    ]

@@ -74,8 +74,16 @@ function points(pairs, label, role) {
   return { x: sorted.map(([step]) => step), lines: [{ label, role, y: sorted.map(([, value]) => value) }] };
 }
 
-/** A line for each part: dozens of module groups could not be told apart. A norm of several is the root of their squares. */
+const known = new WeakMap();
+
+/** The norm lines of a table of norms; worked out once, because the table changes only with a new measurement. */
 function norms(table) {
+  if (!known.has(table)) known.set(table, partNorms(table));
+  return known.get(table);
+}
+
+/** A line for each part: dozens of module groups could not be told apart. A norm of several is the root of their squares. */
+function partNorms(table) {
   const parts = new Map();
   for (const [module, pairs] of Object.entries(table)) {
     const part = partOf(module);

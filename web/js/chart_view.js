@@ -69,9 +69,9 @@ export class ChartView {
       width: this.width,
       height: this.height,
       legend: { show: false },
-      padding: [8, 8, 0, 0],
+      padding: [8, 12, 0, 0],
       cursor: { y: false, points: { size: 6 } },
-      scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+      scales: { x: { time: false, range: () => span(this.data[0]) },
         y: positive ? { distr: 3 } : { range: roomy } },
       axes: [
         { ...axis, size: 22, values: (_, list, _a, _s, gap) => list.map((one) => (Number.isInteger(one) ? tick(one, gap) : "")) },
@@ -154,6 +154,13 @@ export class ChartView {
     if (this.plot) this.plot.setSize({ width, height: this.height });
     else if (this.data) this.#build(JSON.parse(this.shape)[1] ? { log: true } : {});
   }
+}
+
+/** The steps that are shown; a single one stands in the middle. */
+function span(steps) {
+  if (steps.length === 0) return [0, 1];
+  const [first, last] = [steps[0], steps[steps.length - 1]];
+  return first === last ? [first - 1, last + 1] : [first, last];
 }
 
 function newest(values) {

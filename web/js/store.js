@@ -169,9 +169,8 @@ function goBack(state, last) {
   state.curves.truncate(last);
   state.validation = state.validation.filter((row) => row.step <= last);
   state.rejected = state.rejected.filter((number) => number <= last);
-  for (const [module, points] of Object.entries(state.health.norms)) {
-    state.health.norms[module] = points.filter(([number]) => number <= last);
-  }
+  const norms = Object.entries(state.health.norms).map(([module, points]) => [module, points.filter(([number]) => number <= last)]);
+  state.health = { ...state.health, norms: Object.fromEntries(norms) };
 }
 
 function tell(state, event) {
