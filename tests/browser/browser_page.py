@@ -25,7 +25,7 @@ class ComfyPage:
         self.port = port
         self.problems: list[str] = []
         self.page: Page = browser.new_page(viewport={"width": width, "height": height})
-        self.page.set_default_timeout(90_000)
+        self.page.set_default_timeout(240_000)
         self.page.on("console", self._console)
         self.page.on("pageerror", self._error)
         self.page.on("response", self._response)
@@ -38,7 +38,7 @@ class ComfyPage:
         self.page.reload()
         self.wait("window.app?.graph && window.safeScaler?.ready")
 
-    def wait(self, expression: str, timeout: float = 90_000) -> None:
+    def wait(self, expression: str, timeout: float = 240_000) -> None:
         self.page.wait_for_function(expression, timeout=timeout)
 
     def run(self, script: str, argument: Any = None) -> Any:
@@ -60,8 +60,9 @@ class ComfyPage:
               const state = window.safeScaler.client.current;
               if (!state) return {};
               const { x } = state.curves.points(["loss"]);
-              return { id: state.run.run_id, state: state.run.state, step: state.run.step, points: x.length, loaded: state.loaded,
-                previews: state.previews.length, rejected: state.run.rejected ?? 0, log: state.log.length,
+              return {
+                id: state.run.run_id, state: state.run.state, step: state.run.step, points: x.length,
+                loaded: state.loaded, previews: state.previews.length, rejected: state.run.rejected ?? 0, log: state.log.length,
                 first: x[0] ?? null };
             }"""
         )

@@ -11,8 +11,8 @@ import pytest
 
 if TYPE_CHECKING:
     from browser_page import ComfyPage
-    from playwright.sync_api import Browser
     from comfyui_server import ComfyUI
+    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = "toy (built in, for a first try)"
@@ -41,8 +41,8 @@ LINKS = [
 
 @pytest.fixture(scope="module", params=["newest", pytest.param("1.27.10", marks=pytest.mark.slow)])
 def comfyui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    from front_ends import static_root
     from comfyui_server import ComfyUI
+    from front_ends import static_root
 
     root = static_root(request.param)
     if root is None:
@@ -86,7 +86,7 @@ def test_a_run_is_watched_reloaded_and_stopped(browser: Browser, comfyui: ComfyU
     page.show_graph(0.62, 560, 110)
     page.open_panel()
     page.queue()
-    page.wait("window.safeScaler.client.current?.run.step >= 2 && document.querySelector('.ss-charts canvas')", 150_000)
+    page.wait("window.safeScaler.client.current?.run.step >= 2 && document.querySelector('.ss-charts canvas')")
     before, step = page.chart_pixels(), page.state()["step"]
     page.wait(f"window.safeScaler.client.current.run.step >= {step + 3}")
     page.wait(f"document.querySelector('.ss-progress').getAttribute('aria-valuenow') >= {step + 3}")
