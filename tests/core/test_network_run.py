@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from run_setup import Recorder, small_config
 
 from trainer_core import cli
 from trainer_core.build import create_run, run, start_run
 from trainer_core.errors import ConfigError
-from trainer_core.networks import load_lora
+from trainer_core.networks import load_lora, save_lora
 from trainer_core.runs.record import open_readonly
 
 
@@ -144,6 +145,31 @@ def test_wrong_networks_are_refused_before_there_is_a_run(
     assert field in {problem.field for problem in error.value.problems}
     assert why in str(error.value)
     assert not (tmp_path / "out" / "safe_scaler").exists()
+
+
+def test_files_that_a_run_cannot_start_from_are_refused_before_it(
+    finished: Any, micro_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    def refusal(path: Path, **lora: Any) -> str:
+        config = small_config(micro_model, pictures, tmp_path / "out", lora={"weights": str(path), **lora})
+        with pytest.raises(ConfigError) as error:
+            create_run(config)
+        assert not (tmp_path / "out" / "safe_scaler").exists()
+        assert {problem.field for problem in error.value.problems} == {"lora.weights"}
+        return str(error.value)
+
+    good = load_lora(finished[0].lora)
+    assert "modules that are not trained in this run" in refusal(finished[0].lora)  # it has convolutions
+    unet = {key: value for key, value in good.state.items() if key.startswith("lora_unet_") and "_attn1_" in key}
+    save_lora(tmp_path / "unet.safetensors", unet, {})
+    assert "matches nothing" in refusal(tmp_path / "unet.safetensors", unet_rank=0)
+    key = next(key for key in unet if key.endswith("lora_up.weight"))
+    broken = {**unet, key: torch.full_like(unet[key], float("nan"))}
+    safetensors.torch.save_file(broken, tmp_path / "nan.safetensors")
+    assert "holds NaN or infinity in 1 of" in refusal(tmp_path / "nan.safetensors")
+    fewer = {name: value for name, value in unet.items() if name != key}
+    safetensors.torch.save_file(fewer, tmp_path / "half.safetensors")
+    assert "have only one of lora_down and lora_up" in refusal(tmp_path / "half.safetensors")
 
 
 def test_a_format_without_names_for_the_kind_is_refused(micro_model: Path, pictures: Path, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ _LAYER_SETTINGS = (
 
 
 def network_problems(lora: LoraConfig, model: ModelConfig, trained_parts: Sequence[str]) -> list[Problem]:
-    """Problems of `[lora]` that need no weights. The model is looked at only where rules choose among its layers."""
+    """Problems of `[lora]` that need no base weights. The model's layers are looked at only where rules choose among
+    them, or where the run starts from a LoRA file."""
     from .create import check_kind
     from .target_rules import parse_rules
 
@@ -47,6 +48,27 @@ def network_problems(lora: LoraConfig, model: ModelConfig, trained_parts: Sequen
         return [Problem("lora.targets", list(lora.targets) or lora.preset, str(error), "")]
     except ModelFileError as error:
         return [Problem("model.path", model.path, str(error), "")]
+    return _start_problems(lora, model, trained_parts)
+
+
+def _start_problems(lora: LoraConfig, model: ModelConfig, trained_parts: Sequence[str]) -> list[Problem]:
+    """Whether the file that the run starts from fits its network. A damaged header is told by the caller."""
+    if not lora.weights or lora.network != "native":
+        return []
+    from .lora_file import load_lora, read_lora_header
+    from .network import create_lora_network
+    from .warm_start import check_start
+
+    path = Path(lora.weights).expanduser()
+    try:
+        read_lora_header(path)
+    except AdapterError:
+        return []
+    try:
+        file = load_lora(path)
+        check_start(create_lora_network(meta_model(model), lora, trained_parts=trained_parts, seed=0), file)
+    except AdapterError as error:
+        return [Problem("lora.weights", lora.weights, str(error), "")]
     return []
 
 

@@ -44,7 +44,7 @@ def warm_start(network: Network, path: str | Path) -> str:
     if isinstance(network, ForeignNetwork):
         return _into_foreign(network, Path(path))
     file = load_lora(path)
-    _check(network, file)
+    check_start(network, file)
     counts = _Counts()
     with torch.no_grad():
         for name in file.ranks:
@@ -75,7 +75,12 @@ def _into_foreign(network: ForeignNetwork, path: Path) -> str:
     return f"Started from '{path}': {len(known)} of {len(wanted)} tensors of '{network.name}' taken over."
 
 
-def _check(network: LoraNetwork, file: LoraFile) -> None:
+def check_start(network: LoraNetwork, file: LoraFile) -> None:
+    """Whether the network can start from the file; works on networks without weights (meta device) too.
+
+    Raises:
+        AdapterError: as `warm_start`.
+    """
     common = [name for name in file.ranks if name in network.modules]
     if not common:
         raise AdapterError(
