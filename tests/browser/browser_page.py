@@ -62,8 +62,8 @@ class ComfyPage:
               const { x } = state.curves.points(["loss"]);
               return {
                 id: state.run.run_id, state: state.run.state, step: state.run.step, points: x.length,
-                loaded: state.loaded, previews: state.previews.length, rejected: state.run.rejected ?? 0, log: state.log.length,
-                first: x[0] ?? null };
+                loaded: state.loaded, previews: state.previews.length, log: state.log.length, first: x[0] ?? null,
+              };
             }"""
         )
 

@@ -83,7 +83,7 @@ def test_a_run_is_watched_reloaded_and_stopped(browser: Browser, comfyui: ComfyU
     renderer(comfyui, vue=False)
     page = open_page(browser, comfyui, width=1600)
     page.build(NODES, LINKS)
-    page.show_graph(0.62, 560, 110)
+    page.show_graph(0.62, 620, 110)
     page.open_panel()
     page.queue()
     page.wait("window.safeScaler.client.current?.run.step >= 2 && document.querySelector('.ss-charts canvas')")
@@ -109,7 +109,7 @@ def test_a_run_is_watched_reloaded_and_stopped(browser: Browser, comfyui: ComfyU
     assert (restored["first"], restored["points"]) == (1, restored["step"])
     assert restored["previews"] >= seen["previews"]
     assert restored["log"] >= seen["log"]
-    page.show_graph(0.62, 560, 110)
+    page.show_graph(0.62, 620, 110)
     page.wait(MONITOR_SHOWS_A_STEP)
     page.wait(MONITOR_DRAWS)
     page.wait(f"window.safeScaler.client.current.run.step > {restored['step']}")  # and it goes on moving
@@ -124,7 +124,7 @@ def test_a_run_is_watched_reloaded_and_stopped(browser: Browser, comfyui: ComfyU
     run = comfyui.output / "safe_scaler" / seen["id"]
     assert list((run / "lora").glob("*.safetensors"))
     assert list((run / "checkpoints").glob("step-*"))
-    page.page.set_viewport_size({"width": 1600, "height": 2300})
+    page.page.set_viewport_size({"width": 1600, "height": 2900})
     page.page.wait_for_timeout(800)
     page.picture(pictures(tmp_path) / f"panel_{front_end}.png", "[data-testid=safe-scaler-panel]")
     assert float(page.run("() => document.querySelector('.ss-panel').dataset.frameMs")) < 50

@@ -3,7 +3,7 @@ import { test } from "node:test";
 
 import { charts, merged } from "../../web/js/chart_data.js";
 import { CURVE_NAMES, Curves } from "../../web/js/curves.js";
-import { apply, newRun } from "../../web/js/store.js";
+import { apply, foldHealth, newRun } from "../../web/js/store.js";
 import { stepFinished } from "./events.mjs";
 
 test("every step is a point while there is room", () => {
@@ -92,18 +92,20 @@ test("a frame of a 100,000-step run takes less than 5 ms", () => {
     seq += 1;
     apply(state, stepFinished(seq, step, { loss: Math.sin(step) }));
   }
-  for (const part of ["unet.down", "unet.mid", "unet.up", "te1", "te2"]) {
-    state.health.norms[part] = Array.from({ length: 240 }, (_, index) => [1 + index * 416, 0.1]);
-  }
+  const groups = ["down1", "down2", "mid", "up0", "up1"].flatMap((block) => ["self", "cross", "ff", "proj"].map((kind) => `${block}.${kind}`));
+  const norms = [...groups, "te1", "te2"].map((group) => [group, Array.from({ length: 240 }, (_, index) => [1 + index * 416, 0.1])]);
+  foldHealth(state, { step: 100_000, rows: [{ module: "te1", step: 100_000, data: {} }], norms: Object.fromEntries(norms) });
+  // Processor time: what other programs take of this machine is not the panel's.
+  const spent = () => process.cpuUsage().user / 1000;
   const times = [];
   for (let frame = 0; frame < 60; frame += 1) {
-    const begin = performance.now();
+    const begin = spent();
     for (let more = 0; more < 25; more += 1) {
       seq += 1;
       apply(state, stepFinished(seq, 100_000 + frame * 25 + more + 1));
     }
     for (const chart of charts(state)) merged(chart.groups);
-    times.push(performance.now() - begin);
+    times.push(spent() - begin);
   }
   times.sort((a, b) => a - b);
   const median = times[30];

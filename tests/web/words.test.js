@@ -5,7 +5,7 @@ import { Alerts } from "../../web/js/alerts.js";
 import { readReply, shortName } from "../../web/js/comfy_host.js";
 import { bareName, bytes, clock, duration, memory, number, plural, tick } from "../../web/js/format.js";
 import { byPrompt } from "../../web/js/gallery.js";
-import { phaseWords, sentence, stateWord, tone, verdictWord } from "../../web/js/sentences.js";
+import { phaseWords, sentence, stateWord, tone, verdictWord, withoutPaths } from "../../web/js/sentences.js";
 import { event, runFinished, stepFinished, stepRejected } from "./events.mjs";
 
 test("numbers as a person reads them", () => {
@@ -18,6 +18,17 @@ test("numbers as a person reads them", () => {
   assert.equal(bareName("C:\\a\\b.safetensors"), "b.safetensors");
   assert.equal(clock(undefined), "–");
   assert.deepEqual([plural(1, "step"), plural(1200, "step")], ["1 step", "1,200 steps"]);
+});
+
+test("paths are shown without their folders", () => {
+  const told = [
+    "Go on with: safe-scaler resume /home/me/out/safe_scaler/2026-a1", "C:\\Users\\me\\a.safetensors is there",
+    "1/2 of the steps, and/or", "see https://example.com/a/b", "the run folder's run.log", "/tmp/x.png, /tmp/y.png",
+  ].map(withoutPaths); // prettier-ignore
+  assert.deepEqual(told, [
+    "Go on with: safe-scaler resume 2026-a1", "a.safetensors is there", "1/2 of the steps, and/or",
+    "see https://example.com/a/b", "the run folder's run.log", "x.png, y.png",
+  ]); // prettier-ignore
 });
 
 test("ticks differ from their neighbours", () => {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -88,6 +89,14 @@ def facts(info: RunInfo, followed: object | None = None, *, paused: bool = False
         "step": info.step,
         "total_steps": info.total_steps,
         "started": info.started,
-        "message": info.message,
-        "problem": info.problem,
+        "message": _unplaced(info.message, info),
+        "problem": _unplaced(info.problem, info),
     }
+
+
+def _unplaced(text: str, info: RunInfo) -> str:
+    """`text` without the place of the run's folder on this machine."""
+    folder = info.folder
+    for place in sorted({str(folder.path.parent), str(folder.path.resolve().parent)}, key=len, reverse=True):
+        text = text.replace(f"{place}{os.sep}", "")
+    return text.replace(f"{folder.output_dir}{os.sep}", "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, cast
 
 from ..errors import TrainerError
 from ..runs.folder import RunFolder
@@ -34,7 +34,7 @@ def snapshot(folder: RunFolder, run: Row, points: int) -> Row:
     try:
         with open_readonly(folder.database_path) as record:
             seq = record.last_seq()  # read first: what is written meanwhile comes a second time, and is dropped by seq
-            return {**base, "seq": seq, **_recorded(record, run, points)}
+            return hide_folder({**base, "seq": seq, **_recorded(record, run, points)}, folder)
     except TrainerError as error:
         # A run that was created a moment ago has no record yet.
         problem = str(error) if folder.database_path.exists() else ""
@@ -77,7 +77,8 @@ def updates(folder: RunFolder, run: Row, *, after_seq: int, after_step: int) -> 
         wires = record.wires(after_seq=after_seq, limit=MOST_UPDATES)
         events = [{"v": 1, "run_id": folder.run_id, **without_paths(wire)} for wire in wires]
         fresh = health(record, after=after_step)
-    return {"run": run, "events": events, "health": fresh, "more": len(events) >= MOST_UPDATES}
+    answer = {"run": run, "events": events, "health": fresh, "more": len(events) >= MOST_UPDATES}
+    return hide_folder(answer, folder)
 
 
 def health(record: RunRecord, after: int = -1) -> Row:
@@ -113,6 +114,24 @@ def without_paths(event: Row) -> Row:
     data = event["data"]
     changed = {key: bare_name(data[key]) for key in _FILE_FIELDS if isinstance(data.get(key), str)}
     return {**event, "data": {**data, **changed}} if changed else event
+
+
+def hide_folder(value: Any, folder: RunFolder) -> Any:
+    """`value` with the run's place on this machine cut off from every text: messages quote the paths of files."""
+    places = sorted({str(folder.path), str(folder.path.resolve()), str(folder.output_dir)}, key=len, reverse=True)
+    return _cut(value, tuple(place + mark for place in places for mark in ("/", "\\")) + tuple(places))
+
+
+def _cut(value: Any, places: tuple[str, ...]) -> Any:
+    if isinstance(value, str):
+        for place in places:
+            value = value.replace(place, "" if place.endswith(("/", "\\")) else bare_name(place))
+        return value
+    if isinstance(value, dict):
+        return {key: _cut(item, places) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_cut(item, places) for item in cast("list[Any]", value)]
+    return value
 
 
 def bare_name(file: str) -> str:

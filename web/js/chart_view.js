@@ -75,7 +75,7 @@ export class ChartView {
         y: positive ? { distr: 3 } : { range: roomy } },
       axes: [
         { ...axis, size: 22, values: (_, list, _a, _s, gap) => list.map((one) => (Number.isInteger(one) ? tick(one, gap) : "")) },
-        { ...axis, size: 56, values: (_, list, _a, _s, gap) => list.map((one) => tick(one, positive ? 0 : gap)) },
+        { ...axis, grid: { ...axis.grid, filter: positive ? decades : (_, list) => list }, size: 56, values: (_, list, _a, _s, gap) => list.map((one) => tick(one, positive ? 0 : gap)) },
       ],
       series: [{}, ...this.lines.map((line) => this.#series(line))],
       hooks: { setCursor: [(plot) => this.#describe(plot.cursor.idx)], draw: [(plot) => this.#mark(plot)] },
@@ -154,6 +154,11 @@ export class ChartView {
     if (this.plot) this.plot.setSize({ width, height: this.height });
     else if (this.data) this.#build(JSON.parse(this.shape)[1] ? { log: true } : {});
   }
+}
+
+/** Grid lines of a logarithmic axis: at powers of ten alone. */
+function decades(_, list) {
+  return list.map((value) => (Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-6 ? value : null));
 }
 
 /** The steps that are shown; a single one stands in the middle. */

@@ -7,7 +7,7 @@ import { memory, number } from "./format.js";
 import { stateWord, tone, verdictWord } from "./sentences.js";
 
 const SHOWN = ["norms", "loss"];
-const HEIGHT = 232;
+const HEIGHT = 280;
 
 export function addMonitorWidget(node, client, environment) {
   loadStyles();
@@ -39,7 +39,7 @@ class Monitor {
     this.figures = h("p", { class: "ss-monitor-figures" });
     this.verdict = h("p", { class: "ss-monitor-verdict", "aria-live": "polite" });
     this.plots = h("div", { class: "ss-monitor-plots" });
-    this.views = new Map(SHOWN.map((key) => [key, new ChartView(key, 58)]));
+    this.views = new Map(SHOWN.map((key) => [key, new ChartView(key, 68)]));
     this.root = h(
       "div",
       { class: "ss-panel ss-monitor", "data-testid": "safe-scaler-monitor" },

@@ -68,7 +68,13 @@ const NOTES = new Set(["settings", "model", "network", "validation"]);
 /** `{tone, text}` of an event, or null for one that is not told (progress, heartbeats). */
 export function sentence(event) {
   const tell = TELL[event.type];
-  return tell ? tell(event.data ?? {}) : null;
+  const told = tell ? tell(event.data ?? {}) : null;
+  return told && { ...told, text: withoutPaths(told.text) };
+}
+
+/** Folders are cut off from absolute paths: what stands in the way of reading, and may be seen in a screenshot. */
+export function withoutPaths(text) {
+  return String(text).replace(/(?<![\w.:/\\])(?:[A-Za-z]:)?(?:[\\/][^\\/\s:*?"<>|,;]+){2,}/g, (path) => bareName(path));
 }
 
 export function phaseWords(phase) {

@@ -2,7 +2,7 @@
 
 import { attribute, h, keyed, setText } from "./dom.js";
 import { bareName, bytes, duration, memory, number } from "./format.js";
-import { phaseWords, stateWord } from "./sentences.js";
+import { phaseWords, stateWord, withoutPaths } from "./sentences.js";
 
 export class StatusCard {
   constructor(env) {
@@ -123,7 +123,7 @@ function messageOf(run) {
   const result = run.lora ? `LoRA: ${bareName(run.lora)}` : "";
   if (run.state === "finished") return result;
   if (run.state === "interrupted") return "The run ended without a last word. It can be resumed from its newest checkpoint.";
-  return [run.message, result].filter(Boolean).join(" ");
+  return [withoutPaths(run.message ?? ""), result].filter(Boolean).join(" ");
 }
 
 function inUse(gib, state, unit) {

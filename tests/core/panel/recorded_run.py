@@ -56,7 +56,7 @@ def make_run(output: Path, *more: Event, run_id: str = "20261129T171500Z-1a2b", 
         PreviewReady(step=10, file=f"previews/{picture.name}", prompt="a <b>cat</b>", index=0, seed=7),
         CheckpointSaved(step=10, name="step-00000010", bytes=1000, seconds=0.1),
         LoraSaved(step=10, file="/home/somebody/secret/cat.safetensors", bytes=5, proof="loads"),
-        Warned(step=10, topic="save", message="disk nearly full"),
+        Warned(step=10, topic="save", message=f"{folder.path / 'lora' / 'cat.safetensors'} could not be written"),
         *more,
     ]
     bus = EventBus(run_id)

@@ -114,6 +114,7 @@ def test_a_snapshot_tells_the_whole_run(tmp_path: Path) -> None:
     assert [row["module"] for row in data["health"]["rows"]] == ["te1", "unet.down"]
     assert data["health"]["norms"]["unet.down"] == [[8, 0.4], [10, 0.5]]
     assert data["phase"]["phase"] == "training"
+    assert data["events"][5]["data"]["message"] == "lora/cat.safetensors could not be written"
     text = reply.body().decode()
     assert "somebody" not in text
     assert str(tmp_path) not in text
