@@ -227,7 +227,7 @@ class BucketConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every_steps: int = option(0, "steps between checkpoints; 0 = only at the end and on stop", min=0)
+    every_steps: int = option(250, "steps between checkpoints; 0 = by minutes, at the end and on stop only", min=0)
     every_minutes: float = option(10.0, "minutes between checkpoints; 0 = by steps only", min=0.0)
     keep_last: int = option(3, "checkpoints kept", min=1)
     keep_best: bool = option(True, "save and keep the checkpoint of the lowest validation loss", advanced=True)
@@ -276,6 +276,9 @@ class RunConfig:
     max_train_epochs: int | None = option(None, "epochs of the run, when max_train_steps is unset", min=1)
     seed: int | None = option(None, "seed of all draws; unset = drawn once, printed and stored", min=0, max=2**63 - 1)
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
+    process_timeout: float = option(
+        10.0, "minutes that a process waits for another's answer or sign of life", min=0.01, advanced=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

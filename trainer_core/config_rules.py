@@ -17,6 +17,7 @@ from typing import Any
 
 from .config import PARTS, TrainConfig, part_alpha, part_rank, part_rate, trained_parts
 from .config_fields import FIELDS, FieldSpec, allowed, did_you_mean
+from .config_rules_safety import SAFETY_RULES, safety_advice
 from .config_rules_training import TRAINING_RULES, training_advice
 from .errors import Problem
 
@@ -337,6 +338,7 @@ _RULES: tuple[Callable[[TrainConfig], Found], ...] = (
     _length,
     _prior,
     *TRAINING_RULES,
+    *SAFETY_RULES,
     _text_cache,
     _buckets,
     _captions,
@@ -380,7 +382,7 @@ def advice(config: TrainConfig) -> list[str]:
             f"text-encoder outputs are not cached because captions change each time ({', '.join(varying(config))})",
         ),
     )
-    return [*(text for holds, text in conditions if holds), *training_advice(config)]
+    return [*(text for holds, text in conditions if holds), *training_advice(config), *safety_advice(config)]
 
 
 def _encoders(config: TrainConfig) -> list[str]:

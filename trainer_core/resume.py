@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import __version__
 from .config import TrainConfig
 from .config_io import to_dict
+from .health.goodness import goodness
 from .optim import load_optimizer_state, optimizer_state
 from .resume_rules import refusal as refusal
 from .resume_rules import setting_differences as setting_differences
@@ -20,6 +21,7 @@ from .trainer import Trainer, TrainerParts, TrainState
 if TYPE_CHECKING:
     from .checkpoints.store import RunState
     from .data import Item
+    from .distributed.processes import Processes
     from .session import Session
 
 _EMA = "ema:average/"
@@ -33,15 +35,18 @@ class RunIdentity:
     config: TrainConfig
     model_fingerprint: str
     data_digest: str
+    processes: int = 1
 
 
 @dataclass(frozen=True)
 class Restored:
-    """Which checkpoint was taken, which settings differ (allowed ones), and which damaged ones were passed over."""
+    """Which checkpoint was taken, which settings differ (allowed ones), which damaged ones were passed over, and the
+    last event before it was taken."""
 
     name: str
     differences: tuple[str, ...]
     passed_over: tuple[str, ...]
+    event_seq: int = 0
 
 
 def capture_state(parts: TrainerParts, state: TrainState, session: Session, identity: RunIdentity) -> RunState:
@@ -65,47 +70,67 @@ def capture_state(parts: TrainerParts, state: TrainState, session: Session, iden
             "scaler": parts.precision.state_dict(),
             **{name: keeper.state_dict() for name, keeper in keepers.items()},
             "validation": session.validation_history,
+            "good": {} if session.trainer is None else goodness(session.trainer, session.validation_history),
+            "event_seq": session.bus.seq,
             "total_steps": session.trainer.total_steps if session.trainer else 0,
             "config": to_dict(identity.config),
             "model_fingerprint": identity.model_fingerprint,
             "data_digest": identity.data_digest,
+            "processes": identity.processes,
             "versions": library_versions(),
         },
     )
 
 
-def restore_state(session: Session, trainer: Trainer) -> Restored | None:
-    """Load the newest good checkpoint of the run into `trainer`; None when there is none.
+def restore_state(session: Session, trainer: Trainer, processes: Processes | None = None) -> Restored | None:
+    """Load the newest good checkpoint of the run into `trainer`; None when there is none. With several processes,
+    process 0 reads it and all take it.
 
     Raises:
         CheckpointError: something that must not change has changed (each by name), or no checkpoint is readable though
             some exist.
     """
-    if not session.store.list():
+
+    def load() -> RunState | None:
+        return session.store.load("latest") if session.store.list() else None
+
+    if processes is None:
+        loaded = load()
+    else:
+        from .distributed.shared_state import share_state
+
+        loaded = share_state(processes, load)
+    if loaded is None:
         return None
-    loaded = session.store.load("latest")
-    scalars = loaded.scalars
-    bound, free = differences(scalars, session.identity)
+    bound, free = differences(loaded.scalars, session.identity)
     if bound:
         raise refusal(loaded.name, bound)
-    parts = trainer.parts
+    free += put_back(loaded, session, trainer)
+    session.went_on_from(loaded.name, trainer.state.step)
+    return Restored(loaded.name, tuple(free), loaded.passed_over, int(loaded.scalars.get("event_seq", 0)))
+
+
+def put_back(loaded: RunState, session: Session, trainer: Trainer) -> list[str]:
+    """Give `trainer` and `session` the state that `capture_state` took. Returns, in words, what the state lacked."""
+    scalars, parts = loaded.scalars, trainer.parts
     parts.network.load_state_dict(loaded.adapter)
     averages = {name: value for name, value in loaded.optimizer.items() if name.startswith(_EMA)}
     tensors = {name: value for name, value in loaded.optimizer.items() if name not in averages}
+    parts.optimizer.state.clear()  # a rollback must not keep moments that the checkpoint does not have
     load_optimizer_state(parts.optimizer, tensors, scalars["optimizer"])
     if parts.live.ema is not None:
         plain = {name.removeprefix(_EMA): value for name, value in averages.items()}
         parts.live.ema.load_state(plain, int(scalars["ema_updates"]))
     parts.precision.load_state_dict(scalars["scaler"] if "scaler" in scalars else scalars["precision"])
+    trainer.state = TrainState.from_dict(scalars["counters"])
+    session.validation_history[:] = scalars["validation"]
+    lacking: list[str] = []
     for name, keeper in trainer.keepers.items():
         if name in scalars:
             keeper.load_state_dict(scalars[name])
         else:
-            free.append(f"{name}: the checkpoint holds none of it; it starts anew")
-    trainer.state = TrainState.from_dict(scalars["counters"])
-    session.validation_history[:] = scalars["validation"]
-    session.went_on_from(loaded.name, trainer.state.step)
-    return Restored(loaded.name, tuple(free), loaded.passed_over)
+            lacking.append(f"{name}: the checkpoint holds none of it; it starts anew")
+    return lacking
 
 
 def differences(scalars: dict[str, Any], now: RunIdentity) -> tuple[list[str], list[str]]:
@@ -115,6 +140,8 @@ def differences(scalars: dict[str, Any], now: RunIdentity) -> tuple[list[str], l
         bound.append("the base model: other weights than the checkpoint was made with")
     if scalars["data_digest"] != now.data_digest:
         bound.append("the data set: pictures or captions were added, removed or edited")
+    if (before := int(scalars.get("processes", 1))) != now.processes:
+        free.append(f"processes: {before} in the checkpoint, {now.processes} now (exact draws, rounding differs)")
     free.extend(_version_changes(scalars.get("versions", {})))
     return bound, free
 

@@ -9,7 +9,7 @@ from .config_io import to_dict
 from .errors import CheckpointError
 
 # Sections and fields that decide nothing about what has been trained so far; a change is allowed and logged.
-_FREE_SECTIONS = frozenset({"checkpoint", "preview", "metadata", "validation"})
+_FREE_SECTIONS = frozenset({"checkpoint", "memory", "preview", "metadata", "safety", "validation"})
 _FREE_FIELDS = frozenset(
     {
         "run.max_train_steps",
@@ -17,6 +17,7 @@ _FREE_FIELDS = frozenset(
         "run.output_name",
         "run.output_dir",
         "run.device",
+        "run.process_timeout",
         "optimizer.learning_rate",
         "optimizer.unet_lr",
         "optimizer.te1_lr",
@@ -37,12 +38,20 @@ _FREE_FIELDS = frozenset(
         "dataset.workers",
         "dataset.cache_dir",
         "dataset.cache_text",
+        "gradient.max_norm",
+        "gradient.clip",
+        "precision.compute",
+        "precision.loss_scale_growth_interval",
+        "precision.min_loss_scale",
+        "precision.max_loss_scale",
         "precision.max_rejected_steps",
         "precision.gradient_checkpointing",
         "model.path",  # the fingerprint in `resume.py` decides whether it is the same model
         "model.vae",
     }
 )
+# How the same step is cut up.
+_ROUNDING = frozenset({"memory.micro_batch", "dataset.workers"})
 # validation.split decides which pictures are trained on.
 _BOUND_FIELDS = frozenset({"validation.split", "validation.enabled", "validation.max_pictures"})
 
@@ -60,7 +69,9 @@ def setting_differences(before: dict[str, Any], now: TrainConfig) -> tuple[list[
             if _plain(old) == _plain(new):
                 continue
             full = f"{section}.{name}"
-            (free if _is_free(section, full) else bound).append(f"{full}: {old!r} in the checkpoint, {new!r} now")
+            note = " (exact draws, rounding differs)" if full in _ROUNDING else ""
+            text = f"{full}: {old!r} in the checkpoint, {new!r} now{note}"
+            (free if _is_free(section, full) else bound).append(text)
     return bound, free
 
 

@@ -16,6 +16,7 @@ from .checkpoints.writer import BackgroundWriter, WriteOutcome
 from .config import CheckpointConfig
 from .errors import CheckpointError, ResourceError
 from .events import CheckpointSaved, EventBus, PhaseChanged, Warned
+from .health.goodness import says_good
 
 if TYPE_CHECKING:
     from .checkpoints.store import CheckpointStore, RunState
@@ -55,11 +56,20 @@ class RunCheckpoints:
         self._names: dict[int, str] = {}
         """Names by step of the two newest written ones."""
         self._writer: BackgroundWriter | None = None
+        self._good: dict[int, bool] = {}
+        self.good_name: str | None = None
+        """Name of the newest written checkpoint that is good to go back to; it is never pruned."""
 
     def went_on_from(self, name: str, step: int) -> None:
         """The run was taken up from checkpoint `name` of `step`; that step needs no second one."""
         self._last_step = step
         self._names = {step: name}
+
+    def rolled_back(self) -> None:
+        """The run went back: its state is no longer that of any step written so far."""
+        self._last_step = -1
+        self._names = {}
+        self._last_time = self._clock()
 
     def due(self, step: int) -> bool:
         """Whether `step` is to be saved, by steps or by minutes since the last one."""
@@ -83,7 +93,7 @@ class RunCheckpoints:
                 retry_after=RETRY_S,
                 protect=self._protected,
             )
-        self._writer.submit(self._capture(), step, verify=verify)
+        self._writer.submit(self._captured(step), step, verify=verify)
         self._last_step, self._last_time = step, self._clock()
         self.poll()
 
@@ -104,7 +114,7 @@ class RunCheckpoints:
         self._bus.emit(PhaseChanged(step=step, phase="saving", detail="checkpoint"))
         started = time.monotonic()
         try:
-            saved = self.store.save(self._capture(), step)
+            saved = self.store.save(self._captured(step), step)
         except (OSError, ResourceError, CheckpointError) as error:  # CheckpointError: it read back wrong
             self._warn(step, f"The checkpoint of step {step} could not be written: {error}")
             return None
@@ -121,9 +131,15 @@ class RunCheckpoints:
         if writer is not None:
             self._tell(writer.close())
 
-    def _protected(self) -> tuple[int, ...]:
+    def _captured(self, step: int) -> RunState:
+        state = self._capture()
+        self._good[step] = says_good(state.scalars)
+        return state
+
+    def _protected(self) -> tuple[int | str, ...]:
         best = self._best_step()
-        return () if best is None else (best,)
+        names: tuple[int | str, ...] = () if self.good_name is None else (self.good_name,)
+        return names if best is None else (best, *names)
 
     def _tell(self, outcomes: list[WriteOutcome]) -> None:
         for outcome in outcomes:
@@ -142,6 +158,8 @@ class RunCheckpoints:
             self._warn(outcome.step, text)
 
     def _saved(self, step: int, name: str, size: int, seconds: float) -> None:
+        if self._good.pop(step, False):
+            self.good_name = name
         newest = max(self._names, default=step)
         self._names = {at: known for at, known in self._names.items() if at == newest} | {step: name}
         self._bus.emit(CheckpointSaved(step=step, name=name, bytes=size, seconds=seconds))

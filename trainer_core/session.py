@@ -87,6 +87,12 @@ class Session:
         if self.validation_history:
             self._validated_step = int(self.validation_history[-1]["step"])
 
+    def rolled_back(self, step: int) -> None:
+        """The ladder went back to `step`: what is due is due again, and the state of `step` is a new one."""
+        self.checkpoints.rolled_back()
+        self._validated_step = step if self.validation_history else -1
+        self._previewed_step = step
+
     def before_training(self, step: int) -> None:
         """Validation and previews of the untrained state.
 

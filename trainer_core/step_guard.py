@@ -7,12 +7,15 @@ failure of a picture puts it into quarantine. Every decision is an event with na
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .errors import NonFiniteError
 from .events import Intervention, StepRejected, Verdict
 from .health.culprit import FirstHit, bad_inputs, first_backward_hit, first_forward_hit, timestep_of
 from .health.quarantine import Quarantine
+from .health.stop_report import StepRow
 from .optim.phases import ALERT, CALIBRATE, NORM_OVERFLOW, NORMAL, POISON, WEIGHTS, Change, Trigger
 from .optim.reading import StepReading, nonfinite_weights
 from .step_work import StepWork, plan_step
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 _MOST_NAMES = 8
+_ROWS = 64
 QUARANTINED = "QUARANTINED"
 
 
@@ -38,6 +42,11 @@ class StepGuard:
         self.last_where = ""
         self.last_culprits: tuple[str, ...] = ()
         self.last_samples: tuple[str, ...] = ()
+        self.tensor_hits: Counter[str] = Counter()
+        self.sample_hits: Counter[str] = Counter()
+        self.rows: deque[StepRow] = deque(maxlen=_ROWS)
+        self.alarms: set[str] = set()
+        """Open verdicts above a warning, by name: a checkpoint taken meanwhile is none to go back to."""
 
     def plan(self, epoch: int, group: list[tuple[SampleRef, ...]]) -> StepWork:
         """The next step, without quarantined pictures."""
@@ -78,6 +87,8 @@ class StepGuard:
         self.last_where = hit.where if hit is not None else ""
         self.last_culprits = self._culprits(reading, verdict)
         self.last_samples = tuple(dict.fromkeys(self._file(ref) for ref in refs))
+        self.tensor_hits.update(self.last_culprits)
+        self.sample_hits.update(self.last_samples)
         trainer.bus.emit(
             StepRejected(
                 step=state.step + 1,
@@ -129,11 +140,25 @@ class StepGuard:
 
     def decided(self, kind: str, reading: StepReading) -> None:
         """Let the phases know how the step was decided, and tell what that led to."""
-        trainer = self.trainer
+        trainer, state = self.trainer, self.trainer.state
+        row = StepRow(state.step, state.attempt, kind, reading.loss, reading.grad_norm, reading.loss_scale)
+        self.rows.append(row)
         change = trainer.parts.precision.phases.record(kind, reading.loss_scale)
         self._tell(change, reading, kind)
         if change.trigger is not None:
             self.trigger = replace(change.trigger, step=trainer.state.step)
+
+    def failure(self, trigger: Trigger, more: str) -> NonFiniteError:
+        """The error of a run that ends here."""
+        step = self.trainer.state.step
+        hit = self.last_where or ", ".join(self.last_culprits[:3])
+        where = f" First hit: {hit}." if hit else ""
+        pictures = f" Pictures of the last step: {', '.join(self.last_samples[:3])}." if self.last_samples else ""
+        return NonFiniteError(
+            f"Stopped at step {step}: {trigger.reason} ({trigger.kind}).{where}{pictures} {more}",
+            step=step,
+            sample_ids=self.last_samples,
+        )
 
     def take_trigger(self) -> Trigger | None:
         """The trigger that waits, once."""

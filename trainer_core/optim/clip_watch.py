@@ -46,6 +46,10 @@ class ClipWatch:
         self._base_clipped = 0
         self._up = 0.0
         self._down = 0.0
+        self._rising: list[float] = [0, 0]
+        self._falling: list[float] = [0, 0]
+        self._mean = 0.0
+        self._spread = 0.0
         self._saturated = False
         self._clean = 0
 
@@ -70,6 +74,10 @@ class ClipWatch:
             "base_clipped": self._base_clipped,
             "up": self._up,
             "down": self._down,
+            "rising": list(self._rising),
+            "falling": list(self._falling),
+            "mean": self._mean,
+            "spread": self._spread,
             "saturated": self._saturated,
             "clean": self._clean,
         }
@@ -81,8 +89,8 @@ class ClipWatch:
     def _saturation(self) -> list[ClipNews]:
         full = len(self._recent) == _WINDOW
         share = sum(factor < 1.0 for factor in self._recent) / _WINDOW
-        median = statistics.median(self._recent)
-        if full and share >= _SATURATED_SHARE and median < _SATURATED_FACTOR:
+        median = statistics.median(self._recent) if full and share >= _SATURATED_SHARE else 1.0
+        if median < _SATURATED_FACTOR:
             self._clean = 0
             if self._saturated:
                 return []
@@ -111,18 +119,27 @@ class ClipWatch:
             return []
         if len(self._base) < 2:
             return []
-        spread = max(statistics.pstdev(self._base), _LEAST_SPREAD)
-        z = max(-_MOST_Z, min(_MOST_Z, (math.log10(norm) - statistics.fmean(self._base)) / spread))
+        if self._spread == 0.0:
+            self._mean = statistics.fmean(self._base)
+            self._spread = max(statistics.pstdev(self._base), _LEAST_SPREAD)
+        z = max(-_MOST_Z, min(_MOST_Z, (math.log10(norm) - self._mean) / self._spread))
         self._up = max(0.0, self._up + z - _SLACK)
         self._down = max(0.0, self._down - z - _SLACK)
+        # Steps since each sum was last 0, and how many of them were clipped: where the change began.
+        self._rising = [self._rising[0] + 1, self._rising[1] + clipped] if self._up > 0 else [0, 0]
+        self._falling = [self._falling[0] + 1, self._falling[1] + clipped] if self._down > 0 else [0, 0]
         if max(self._up, self._down) <= _ALARM:
             return []
         before, rose = self._base_clipped / len(self._base), self._up > self._down
-        self._count, self._base, self._base_clipped, self._up, self._down = _FIRST, [], 0, 0.0, 0.0
-        if abs(self.rate - before) < _RATE_CHANGE:
+        steps, cut = self._rising if rose else self._falling
+        now = cut / steps
+        self._count, self._base, self._base_clipped = _FIRST, [], 0
+        self._up = self._down = self._spread = 0.0
+        self._rising = self._falling = [0, 0]
+        if abs(now - before) < _RATE_CHANGE:
             return []  # the norm moved where clipping does not act
         text = (
             f"Gradient norms {'rose' if rose else 'fell'}: {100 * before:.0f} % of the steps were clipped before, "
-            f"{100 * self.rate:.0f} % now. Causes: learning rate, data, or number format."
+            f"{100 * now:.0f} % lately. Causes: learning rate, data, or number format."
         )
         return [ClipNews("CLIP-DRIFT", "info", text)]

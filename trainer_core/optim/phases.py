@@ -122,6 +122,9 @@ class Phases:
             if name != "ring" and name in state:
                 setattr(self, name, state[name])
         self.ring = deque(state.get("ring", ()), maxlen=_RING)
+        if self.phase == STOPPED:  # somebody resumes it, with other settings: it gets its chance
+            self.rejected_in_a_row = self.floor_in_a_row = 0
+            self._enter(ALERT)
 
     def _applied(self, loss_scale: float) -> str:
         self.rejected_in_a_row = self.floor_in_a_row = 0

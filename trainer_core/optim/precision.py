@@ -186,9 +186,9 @@ class Precision:
         self.phases.scaled = self.scaled
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-safe state: number format, scaler, phases, clipping. Reads the device."""
+        """JSON-safe state: scaler, phases, clipping. Reads the device. The number format is the config's or the
+        ladder's."""
         return {
-            "compute": self.compute,
             "scaler": self.scaler.state_dict(),
             "phases": self.phases.state_dict(),
             "clipping": self.clipping.state_dict(),
@@ -197,8 +197,6 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Checkpoints of earlier versions hold the scaler alone."""
-        if state.get("compute", self.compute) != self.compute:
-            self.switch(state["compute"])
         self.scaler.load_state_dict(state["scaler"])
         if "phases" in state:
             self.phases.load_state_dict(state["phases"])

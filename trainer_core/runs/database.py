@@ -45,6 +45,7 @@ CREATE INDEX events_by_type ON events (type, step);
 """
 
 _STEP_TABLES = ("steps", "health", "validation", "previews", "checkpoints")
+_ATTEMPT_TABLES = ("steps", "health", "validation")
 _UNRECORDED = frozenset({"StepFinished", "Heartbeat", "Ack"})
 """Not kept in `events`: steps have their own table, the others say nothing about the run afterwards."""
 
@@ -118,10 +119,12 @@ class RunDatabase:
             except sqlite3.Error as error:
                 self._fail(wire, error)
 
-    def resume_at(self, step: int, attempt: int | None = None) -> int:
+    def resume_at(self, step: int, attempt: int | None = None, seq: int = 0) -> int:
         """Delete all rows after `step` in one transaction; returns how many. Event numbers go on rising.
 
-        Notices of restarts (`Warned`, topic `restart`) stay: they happened whatever step was restored.
+        What happened before the restored checkpoint was taken (events up to `seq`, steps of attempts before `attempt`)
+        stays, whatever step it was at: a rollback went from there to an earlier step. So do notices of restarts
+        (`Warned`, topic `restart`): they happened whatever step was restored.
         """
         with self._lock:
             self.flush()
@@ -129,12 +132,14 @@ class RunDatabase:
             with self._connection:
                 self._connection.execute("BEGIN IMMEDIATE")
                 deleted = self._connection.execute(
-                    "DELETE FROM events WHERE step > ?"
+                    "DELETE FROM events WHERE step > ? AND seq > ?"
                     " AND NOT (type = 'Warned' AND json_extract(json, '$.topic') = 'restart')",
-                    (step,),
+                    (step, seq),
                 ).rowcount
                 for table in _STEP_TABLES:
-                    deleted += self._connection.execute(f"DELETE FROM {table} WHERE step > ?", (step,)).rowcount
+                    since = " AND attempt >= ?" if table in _ATTEMPT_TABLES else ""
+                    values = (step, attempt or 0) if since else (step,)
+                    deleted += self._connection.execute(f"DELETE FROM {table} WHERE step > ?{since}", values).rowcount
             if attempt is not None:
                 self.attempt = attempt
             return deleted
@@ -205,8 +210,8 @@ class RunDatabase:
     def _write(self, wires: Iterable[Wire]) -> None:
         settle = False
         for wire in wires:
-            if wire["type"] == "Resumed":
-                self.attempt = int(wire["data"].get("attempt", self.attempt))
+            if wire["type"] in ("Resumed", "Intervention") and wire["data"].get("attempt") is not None:
+                self.attempt = int(wire["data"]["attempt"])
             for statement, values in self._rows(wire):
                 self._connection.execute(statement, values)
             settle = settle or wire["type"] not in _UNRECORDED

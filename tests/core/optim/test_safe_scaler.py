@@ -235,12 +235,13 @@ def test_u13_state_round_trip_in_alert() -> None:
     assert list(other.precision.phases.ring) == list(rig.precision.phases.ring)
 
 
-def test_u13_a_changed_number_format_is_restored() -> None:
+def test_another_number_format_starts_without_the_old_scale() -> None:
     rig = Rig()
+    calm(rig)
     rig.precision.restart("bf16")
-    other = Rig()
-    other.precision.load_state_dict(rig.precision.state_dict())
-    assert (other.precision.compute, other.precision.scaled, other.precision.phases.phase) == ("bf16", False, RECOVER)
+    assert (rig.precision.compute, rig.precision.scaled, rig.precision.phases.phase) == ("bf16", False, RECOVER)
+    assert rig.step() == ""
+    assert rig.reading.loss_scale == 1.0
 
 
 def test_u14_five_overflows_at_the_start_are_calibration() -> None:

@@ -1,0 +1,292 @@
+"""Safety in whole runs: dropped and quarantined pictures, the ladder rung by rung, exact resume between two rungs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_setup import Recorder, small_config, write_pictures
+from safetensors.torch import load_file
+
+from trainer_core.build import TrainResult, resume_run, start_run
+from trainer_core.config import TrainConfig
+from trainer_core.networks.file_check import body_hash
+from trainer_core.trainer import Trainer
+
+LIGHT: dict[str, dict[str, Any]] = {
+    "optimizer": {"learning_rate": 1e-3, "te1_lr": 0.0, "te2_lr": 0.0},
+    "lora": {"rank": 2, "preset": "attention"},
+    "safety": {"diagnose": False},
+}
+
+
+@pytest.fixture(scope="module")
+def small_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pictures(tmp_path_factory.mktemp("small"), 6, sizes=((32, 32),))
+
+
+@pytest.fixture
+def config_for(micro_model: Path, small_pictures: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    def make(name: str = "out", steps: int = 6, **sections: dict[str, Any]) -> TrainConfig:
+        merged = {key: {**LIGHT.get(key, {}), **sections.get(key, {})} for key in {**LIGHT, **sections}}
+        merged["run"] = {"max_train_steps": steps, **merged.get("run", {})}
+        return small_config(micro_model, small_pictures, tmp_path / name, **merged)
+
+    return make
+
+
+def train(config: TrainConfig) -> tuple[TrainResult, Recorder]:
+    recorder = Recorder()
+    return start_run(config, sink=recorder), recorder
+
+
+class _Poisoned(torch.autograd.Function):
+    """Identity with a gradient of NaN."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * math.nan
+
+
+Fault = Callable[[Trainer, Any, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture
+def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
+    """Put a fault between a micro-batch's losses and the trainer."""
+    original = Trainer.loss
+
+    def install(fault: Fault) -> None:
+        def loss(self: Trainer, epoch: int, batch: Any) -> torch.Tensor:
+            return fault(self, batch, original(self, epoch, batch))
+
+        monkeypatch.setattr(Trainer, "loss", loss)
+
+    return install
+
+
+def nan_gradient_while(holds: Callable[[Trainer], bool]) -> Fault:
+    def fault(trainer: Trainer, batch: Any, loss_B: torch.Tensor) -> torch.Tensor:
+        value = _Poisoned.apply(loss_B) if holds(trainer) else loss_B
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    return fault
+
+
+def poison_latents(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """The latents of one picture hold a NaN."""
+    from trainer_core.data import BatchLoader
+
+    original = BatchLoader.load
+
+    def load(self: BatchLoader, *args: Any, **options: Any) -> Any:
+        batch = original(self, *args, **options)
+        for place, name in enumerate(batch.files):
+            if name == file:
+                batch.mean_BCHW[place, 0, 0, 0] = math.nan
+        return batch
+
+    monkeypatch.setattr(BatchLoader, "load", load)
+
+
+def test_u4_a_poisoned_picture_is_dropped_and_the_rest_computed_again(
+    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U4, F5 and F6: every step is applied, the picture is named with its cause, and quarantined at its second time."""
+    poison_latents(monkeypatch, "003.png")
+    result, recorder = train(config_for(steps=9))
+    assert (result.status, result.applied, result.rejected) == ("finished", 9, 0), result.message
+    dropped = [data for data in recorder.of("StepFinished") if data["left_out"]]
+    assert [data["left_out"] for data in dropped] == [["003.png"], ["003.png"]]
+    said = [data for data in recorder.of("Intervention")]
+    assert "003.png was left out of this step" in said[0]["action"]
+    assert "its latents hold NaN or infinity; timestep " in said[0]["reason"]
+    assert "003.png is quarantined" in said[-1]["action"]
+    assert said[-1]["reason"].endswith("2 times")
+    assert result.lora is not None
+    assert all(bool(torch.isfinite(value).all()) for value in load_file(result.lora).values())
+
+
+def test_u4_the_rest_keeps_draws_and_divisor(
+    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, inject: Callable[[Fault], None]
+) -> None:
+    """The gradient without sample j is the whole step's minus j's share, whatever the micro-batch split."""
+    from trainer_core.step_work import StepWork
+
+    seen: list[tuple[StepWork, dict[str, torch.Tensor]]] = []
+    original = Trainer._decide
+
+    def decide(self: Trainer, work: StepWork, *rest: Any) -> None:
+        parameters = dict(self.parts.network.named_parameters())
+        seen.append((work, {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}))
+        original(self, work, *rest)
+
+    monkeypatch.setattr(Trainer, "_decide", decide)
+    bad: list[str] = []
+    inject(lambda _, batch, loss_B: loss_B * torch.tensor([math.nan if f in bad else 1.0 for f in batch.files]))
+    train(config_for("whole", steps=1, dataset={"batch_size": 3}))
+    files = [ref.key for ref in seen[0][0].refs]
+    assert len(files) == 3
+    share: list[dict[str, torch.Tensor]] = []
+    inject(lambda _, batch, loss_B: loss_B * torch.tensor([float(key == files[1]) for key in batch.sample_keys]))
+    train(config_for("one", steps=1, dataset={"batch_size": 3}))
+    inject(
+        lambda _, batch, loss_B: loss_B * torch.tensor([math.nan if k == files[1] else 1.0 for k in batch.sample_keys])
+    )
+    train(config_for("rest", steps=1, dataset={"batch_size": 3}))
+    (_, whole), (_, one), (work, rest) = seen
+    assert (work.divisor, len(work.refs), len(work.dropped)) == (3, 2, 1)
+    assert not share
+    for name, value in rest.items():
+        torch.testing.assert_close(value, whole[name] - one[name], rtol=1e-3, atol=1e-7)
+
+
+def test_u15_and_u6_every_rung_then_stop(
+    config_for: Callable[..., TrainConfig], inject: Callable[[Fault], None]
+) -> None:
+    """From step 3 on every gradient is NaN: bf16 -> rollback, fp32, learning rate, stop, with a report; U15: the
+    schedule follows applied steps."""
+    inject(nan_gradient_while(lambda trainer: trainer.state.applied >= 3))
+    config = config_for(steps=40, precision={"compute": "bf16"}, checkpoint={"every_steps": 2})
+    result, recorder = train(config)
+    assert result.status == "failed"
+    actions = [data["action"] for data in recorder.of("Intervention")]
+    assert len(actions) == 3, actions
+    for action, word in zip(actions, ("other noise", "computing in fp32 instead of bf16", "times 0.5"), strict=True):
+        assert word in action
+        assert "to step-00000002" in action
+    assert [data["attempt"] for data in recorder.of("Intervention")] == [1, 2, 3]
+    assert "There is no rung left" in result.message
+    report = (result.run_dir / "stop_report.md").read_text(encoding="utf-8")
+    assert "computing in fp32 instead of bf16" in report
+    steps = recorder.of("StepFinished")
+    assert [data["step"] for data in steps] == [data["applied"] for data in steps]
+    assert steps[-1]["lr"] == {"unet": 5e-4}
+    assert steps[0]["lr"] == {"unet": 1e-3}
+    checkpoints = sorted(path.name for path in (result.run_dir / "checkpoints").iterdir())
+    assert "step-00000002-3" in checkpoints  # the state that every rung began with was written at once
+
+
+def test_a_transient_fault_is_left_behind(
+    config_for: Callable[..., TrainConfig], inject: Callable[[Fault], None]
+) -> None:
+    """Attempt 0 fails from step 4 on; after one rollback the run finishes with new draws and data left out."""
+    inject(nan_gradient_while(lambda trainer: trainer.state.attempt == 0 and trainer.state.step >= 3))
+    result, recorder = train(config_for(steps=8, checkpoint={"every_steps": 2}))
+    assert (result.status, result.step, result.applied) == ("finished", 8, 8), result.message
+    (said,) = recorder.of("Intervention")
+    assert said["action"].startswith("Went back from step 6 to step-00000002: other noise and other pictures; 5 steps'")
+    assert said["step"] == 2
+    import sqlite3
+
+    with sqlite3.connect(result.run_dir / "run.db") as database:
+        rows = database.execute("select attempt, count(*) from steps group by attempt").fetchall()
+    assert rows == [(0, 6), (1, 6)]
+
+
+def test_a_fault_before_the_first_checkpoint_goes_back_to_the_start(
+    config_for: Callable[..., TrainConfig], inject: Callable[[Fault], None]
+) -> None:
+    inject(nan_gradient_while(lambda trainer: trainer.state.attempt == 0))
+    result, recorder = train(config_for(steps=3))
+    assert (result.status, result.applied) == ("finished", 3), result.message
+    assert "to the start of the run" in recorder.of("Intervention")[0]["action"]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it, nothing is saved on the way out."""
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_killed_after_a_rung_and_resumed_is_exact(
+    config_for: Callable[..., TrainConfig], inject: Callable[[Fault], None], monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Attempts 0 to 2 fail; the process dies one step after rung `at`; the result is the unbroken run's bit for bit."""
+    inject(nan_gradient_while(lambda trainer: trainer.state.attempt < 3 and trainer.state.applied >= 3))
+    sections = {"checkpoint": {"every_steps": 2}, "precision": {"compute": "bf16"}}
+    if at == 1:
+        whole, unbroken = train(config_for("whole", steps=6, **sections))
+        assert whole.status == "finished", whole.message
+        _KNOWN.update(hash=body_hash(whole.lora), losses=unbroken.losses[-4:])
+    original, dead = Trainer.train_step, []
+
+    def train_step(self: Trainer) -> bool:
+        if self.state.attempt == at and self.state.applied == 3 and not dead:
+            dead.append(True)
+            raise Killed
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    config = config_for("killed", steps=6, **sections)
+    with pytest.raises(Killed):
+        start_run(config)
+    (run_dir,) = (Path(config.run.output_dir) / "safe_scaler").glob("2*")
+    recorder = Recorder()
+    done = resume_run(run_dir, sink=recorder)
+    assert done.status == "finished", done.message
+    assert recorder.of("StepFinished")[-1]["lr"] == {"unet": 5e-4}
+    assert recorder.losses[-4:] == _KNOWN["losses"]
+    assert body_hash(done.lora) == _KNOWN["hash"]
+
+
+_KNOWN: dict[str, Any] = {}
+
+
+def test_too_many_bad_pictures_are_a_fault_of_the_data(
+    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every picture's latents are NaN: no rung is tried, the pictures are named."""
+    from trainer_core.data import BatchLoader
+
+    original = BatchLoader.load
+
+    def load(self: BatchLoader, *args: Any, **options: Any) -> Any:
+        batch = original(self, *args, **options)
+        batch.mean_BCHW.fill_(math.nan)
+        return batch
+
+    monkeypatch.setattr(BatchLoader, "load", load)
+    result, recorder = train(config_for(steps=30))
+    assert result.status == "failed"
+    assert "pictures are quarantined" in result.message
+    assert not [data for data in recorder.of("Intervention") if data["action"].startswith("Went back")]
+
+
+def test_the_first_hit_is_named(config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose gradient overflows: parameter, block, micro-batch, files and timesteps are told."""
+    import torch.nn as nn
+
+    def spoil(trainer: Trainer) -> None:
+        layer = dict(trainer.parts.model.unet.named_modules())["mid_block.attentions.0.transformer_blocks.0.attn2.to_q"]
+        assert isinstance(layer, nn.Module)
+
+        def hook(module: nn.Module, gradients: Any) -> Any:
+            return tuple(None if g is None else g * math.inf for g in gradients)
+
+        layer.register_full_backward_pre_hook(hook)
+
+    original = Trainer.run
+
+    def run(self: Trainer) -> str:
+        spoil(self)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "run", run)
+    config = config_for(steps=1, safety={"diagnose": True}, gradient={"accumulation": 2}, dataset={"batch_size": 1})
+    result, recorder = train(config)
+    assert result.status == "failed"  # no step was applied
+    (rejected,) = recorder.of("StepRejected")
+    assert (rejected["kind"], rejected["micro_batch"]) == ("FLOOR", 1)
+    assert "middle_block" in rejected["where"]
+    assert "attn2_to_q" in rejected["where"]
+    assert rejected["where"].endswith("(middle block)")
+    assert len(rejected["samples"]) == len(rejected["timesteps"]) == 1

@@ -1,0 +1,116 @@
+"""Rules of numerical safety: limits that cannot hold and policies that contradict each other, with both names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from .config import TrainConfig
+from .config_fields import did_you_mean
+from .config_safety import RUNGS
+from .errors import Problem
+
+Found = Iterator[Problem]
+
+_COUNTS = {
+    "rollback": "max_rollbacks",
+    "precision": "max_precision_moves",
+    "learning_rate": "max_lr_cuts",
+}
+
+
+def _scale(config: TrainConfig) -> Found:
+    precision = config.precision
+    low, first, high = precision.min_loss_scale, precision.initial_loss_scale, precision.max_loss_scale
+    if low > first:
+        why = f"is above precision.initial_loss_scale = {first:g}"
+        yield Problem("precision.min_loss_scale", low, why, "Lower it; 1 is the usual floor.")
+    if high < first:
+        why = f"is below precision.initial_loss_scale = {first:g}"
+        yield Problem("precision.max_loss_scale", high, why, "Raise it, or lower the initial scale.")
+
+
+def _sanitize(config: TrainConfig) -> Found:
+    if config.safety.sanitize and config.precision.compute in ("bf16", "fp32"):
+        why = f"acts on overflows of fp16, and precision.compute = {config.precision.compute} has no loss scale"
+        yield Problem("safety.sanitize", True, why, "Switch it off, or compute in fp16.")
+
+
+def _rungs(config: TrainConfig) -> Found:
+    safety = config.safety
+    if not safety.ladder:
+        return
+    names = safety.rungs
+    for name in names:
+        if name not in RUNGS:
+            fix = did_you_mean(name, RUNGS, f"Known are {', '.join(RUNGS)}.")
+            yield Problem("safety.rungs", name, "is no rung of the ladder", fix)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        why = f"names {', '.join(twice)} twice"
+        yield Problem(
+            "safety.rungs", list(names), why, "Name every rung once; how often it is taken is a count of its own."
+        )
+    if not names:
+        fix = "Name some rungs, or set safety.ladder = false."
+        yield Problem("safety.rungs", [], "is empty while safety.ladder is on", fix)
+    for name, count in _COUNTS.items():
+        if name in names and getattr(safety, count) == 0:
+            why = f"holds {name}, and safety.{count} = 0 never allows it"
+            yield Problem("safety.rungs", list(names), why, f"Take {name} out, or raise safety.{count}.")
+
+
+def _needs_checkpoints(config: TrainConfig) -> Found:
+    checkpoint = config.checkpoint
+    if config.safety.ladder and checkpoint.every_steps == 0 and checkpoint.every_minutes == 0:
+        why = (
+            "every rung goes back to a checkpoint, and checkpoint.every_steps = 0 with checkpoint.every_minutes = 0 "
+            "writes none"
+        )
+        fix = "Set checkpoint.every_steps (250 is the default), or safety.ladder = false."
+        yield Problem("safety.ladder", True, why, fix)
+
+
+def _clipping(config: TrainConfig) -> Found:
+    gradient = config.gradient
+    defaults = type(gradient)()
+    for name, owner in (
+        ("zclip_z", "zclip"),
+        ("zclip_decay", "zclip"),
+        ("zclip_warmup", "zclip"),
+        ("clip_percentile", "percentile"),
+        ("module_clip", "module"),
+    ):
+        value = getattr(gradient, name)
+        if value != getattr(defaults, name) and gradient.clip != owner:
+            why = f"has no effect with gradient.clip = {gradient.clip}"
+            yield Problem(f"gradient.{name}", value, why, f"Set gradient.clip = {owner}, or unset it.")
+
+
+SAFETY_RULES: tuple[Callable[[TrainConfig], Found], ...] = (
+    _scale,
+    _sanitize,
+    _rungs,
+    _needs_checkpoints,
+    _clipping,
+)
+
+
+def safety_advice(config: TrainConfig) -> list[str]:
+    """What is allowed and rarely meant, one sentence each."""
+    safety, gradient = config.safety, config.gradient
+    conditions = (
+        (
+            gradient.clip == "percentile" and gradient.clip_percentile < 50,
+            f"gradient.clip = percentile at {gradient.clip_percentile:g}: "
+            f"{100 - gradient.clip_percentile:g} % of the steps are clipped by design",
+        ),
+        (
+            safety.sanitize,
+            "safety.sanitize: an update without its overflowed tensors is biased; rejecting is the default",
+        ),
+        (
+            not safety.drop_samples and safety.quarantine_after != type(safety)().quarantine_after,
+            "safety.quarantine_after counts less without safety.drop_samples: a bad picture rejects its whole step",
+        ),
+    )
+    return [text for holds, text in conditions if holds]

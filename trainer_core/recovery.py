@@ -1,0 +1,177 @@
+"""Taking a rung of the escalation ladder: back to the last good checkpoint, one thing changed, and on.
+
+What a rollback takes back: weights, moments, averages, counters, schedule, signals. What it does not: the ladder
+itself, the quarantine, and the number of the attempt, which draws everything random anew. The new state is written as a
+checkpoint before training goes on, so that a process that is killed between two rungs goes on with the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from .checkpoints.manifest import STATE
+from .checkpoints.state import RunState
+from .errors import CheckpointError
+from .events import Intervention
+from .health.goodness import is_good
+from .health.ladder import RESET_OPTIMIZER, Attempt, Ladder, Rung
+from .health.stop_report import StopFacts, stop_report
+from .models.formats import convert_base, why_not
+from .optim.phases import POISON, RECOVER, STOPPED, Trigger
+from .optim.precision import COMPUTE_DTYPES
+from .optim.reading import named
+from .resume import put_back
+from .runs.platform import DurableIO
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
+    from .session import Session
+    from .trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+REPORT = "stop_report.md"
+
+
+class Recovery:
+    """The ladder of one run in this process; `trainer.recover` when `safety.ladder` is on."""
+
+    def __init__(self, session: Session, trainer: Trainer, config: TrainConfig) -> None:
+        self.session = session
+        self.trainer = trainer
+        self.config = config
+        self.ladder = Ladder(config.safety, trainer.parts.precision.compute)
+        trainer.keepers["ladder"] = self.ladder
+        self._start: RunState | None = None
+
+    def begin(self, step: int) -> None:
+        """The run begins, or goes on from a checkpoint: what the ladder changed before is changed again."""
+        self._set()
+        if self.config.safety.ladder:
+            self.trainer.recover = self
+            if step == 0:
+                self._remember_start()
+
+    def _remember_start(self) -> None:
+        """Keep the untrained state in host memory until there is a good checkpoint: a run that fails before goes back
+        to it."""
+        state = self.session.capture()
+        tensors = {name: value.detach().to("cpu", copy=True) for name, value in state.optimizer.items()}
+        scalars = json.loads(json.dumps(state.scalars))
+        self._start = RunState(state.adapter, tensors, scalars, step=0, name="the start of the run")
+        self.session.bus.subscribe(self._forget_start)
+
+    def __call__(self, trigger: Trigger) -> None:
+        """Go back and take the next rung.
+
+        Raises:
+            NonFiniteError: there is nothing left to try, no state to go back to, or the data are at fault.
+        """
+        self.session.checkpoints.close()
+        trainer, quarantine, safety = self.trainer, self.trainer.guard.quarantine, self.config.safety
+        if trigger.kind == POISON and quarantine.share > safety.data_fault_share:
+            many = f"{len(quarantine.excluded)} of {quarantine.pictures} pictures are quarantined"
+            self._stop(trigger, f"{many}: the data are at fault, and no rung of the ladder mends that.")
+        culprit = trainer.guard.last_where.partition(" ")[0]
+        recovering = trainer.parts.precision.phases.phase == RECOVER
+        rung, passed = self.ladder.next(trigger, recovering=recovering, cannot=self._cannot, culprit=culprit)
+        if rung is None:
+            self._stop(trigger, "There is no rung left on the ladder.", passed)
+        good = self._good_state()
+        if good is None:
+            self._stop(trigger, "There is no good checkpoint to go back to (checkpoint.every_steps).", passed)
+        self._take(trigger, rung, good, culprit)
+
+    def _take(self, trigger: Trigger, rung: Rung, good: RunState, culprit: str) -> None:
+        trainer, session = self.trainer, self.session
+        failed, attempt = trainer.state.step, trainer.state.attempt
+        kept = {name: trainer.keepers[name].state_dict() for name in ("ladder", "quarantine")}
+        put_back(good, session, trainer)
+        for name, state in kept.items():
+            trainer.keepers[name].load_state_dict(state)
+        text = self.ladder.take(rung, culprit=culprit)
+        back = trainer.state.step
+        window = max(1, math.ceil((failed - back) * (1.0 + self.config.safety.skip_beyond)))
+        trainer.state.attempt = attempt + 1
+        trainer.state.skipped += window
+        if rung.name == RESET_OPTIMIZER:
+            trainer.parts.optimizer.state.clear()
+        self.ladder.history.append(Attempt(failed, back, rung.name, text, f"{trigger.reason} ({trigger.kind})"))
+        self._set()
+        trainer.parts.precision.restart(self.ladder.compute)
+        session.rolled_back(back)
+        session.checkpoints.save_now(back)
+        reason = f"{trigger.reason} at step {failed} ({trigger.kind})"
+        action = f"Went back from step {failed} to {good.name or back}: {text}; {window} steps' worth of data left out"
+        log.warning("%s (%s)", action, reason)
+        session.bus.emit(Intervention(step=back, action=action, reason=reason, attempt=trainer.state.attempt))
+
+    def _set(self) -> None:
+        """Let the run be what the ladder says: number format, learning rate, frozen modules."""
+        parts = self.trainer.parts
+        if self.ladder.compute != parts.precision.compute:
+            parts.precision.switch(self.ladder.compute)
+        for compute in self.ladder.formats:  # one after the other, as it was: each move rounds
+            convert_base(parts.model, COMPUTE_DTYPES[compute])
+        if self.ladder.formats[-1:] == ["fp32"]:
+            torch.set_float32_matmul_precision("highest")  # no TF32: the run came here for exactness
+        self.trainer.lr_factor = self.ladder.lr_factor
+        for module in self.ladder.frozen:
+            freeze(parts.optimizer, module)
+
+    def _cannot(self, compute: str) -> str:
+        return why_not(self.trainer.parts.model, COMPUTE_DTYPES[compute])
+
+    def _good_state(self) -> RunState | None:
+        """The newest good state: a checkpoint that says so of itself and reads back whole, else the start."""
+        store = self.session.store
+        for saved in store.list():
+            if saved.problem or not is_good(saved.path / STATE):
+                continue
+            try:
+                return store.load(saved.name)
+            except CheckpointError as error:
+                log.warning("%s", error)
+        return self._start
+
+    def _forget_start(self, wire: dict[str, Any]) -> None:
+        if wire["type"] == "CheckpointSaved" and self.session.checkpoints.good_name:
+            self._start = None
+
+    def _stop(self, trigger: Trigger, why: str, passed: list[str] | None = None) -> NoReturn:
+        """End the run with a report.
+
+        Raises:
+            NonFiniteError: always.
+        """
+        trainer, guard = self.trainer, self.trainer.guard
+        trainer.parts.precision.phases.phase = STOPPED
+        facts = StopFacts(
+            step=trainer.state.step,
+            trigger=trigger,
+            why=why,
+            compute=self.ladder.compute,
+            passed=passed or (),
+            history=self.ladder.history,
+            rows=tuple(guard.rows),
+            tensors=guard.tensor_hits,
+            samples=guard.sample_hits,
+            quarantined=guard.quarantine.excluded,
+            learning_rate=self.config.optimizer.learning_rate * self.ladder.lr_factor,
+        )
+        path = self.session.folder.path / REPORT
+        DurableIO().replace_file(path, stop_report(facts).encode("utf-8", "replace"))
+        raise guard.failure(trigger, f"{why} What was tried and what to change: {path}.")
+
+
+def freeze(optimizer: torch.optim.Optimizer, module: str) -> None:
+    """Train the tensors of `module` no more: they get no gradient, so they neither move nor decay."""
+    for name, parameter in named(optimizer):
+        if name.partition(".")[0] == module:
+            parameter.requires_grad_(False)
+            parameter.grad = None
