@@ -26,7 +26,7 @@ from ..config import DatasetConfig
 from ..errors import DatasetError, NonFiniteError, ResourceError
 from ..models import encode_images
 from .buckets import VAE_FACTOR, crop_tl_letterbox, crop_tl_true
-from .cache_files import ShardStore, digest
+from .cache_files import HOLE, DigestMaker, ShardStore
 from .decode import PictureError
 from .kohya_cache import read_kohya_latents, write_kohya_latents
 from .masks import MaskCache
@@ -125,15 +125,21 @@ class LatentCache:
         self.kohya_cache = dataset.kohya_cache
         self.foreign_refused = Told()
         self._foreign: set[str] = set()
+        self._makers: dict[tuple[object, ...], DigestMaker] = {}
         self._ram: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._ram_bytes = 0
 
     def key(self, item: Item, flipped: bool) -> str:
         """Name of the picture's entry: equal keys mean equal latents."""
-        return digest(
-            _FORMAT, item.content_hash, self.fingerprint, item.resized, item.bucket, "centre", flipped,
-            item.spec.background, item.spec.interpolation, "float32",
-        )  # fmt: skip
+        spec = item.spec
+        kind = (item.resized, item.bucket, flipped, spec.background, spec.interpolation)
+        maker = self._makers.get(kind)
+        if maker is None:
+            maker = self._makers[kind] = DigestMaker(
+                _FORMAT, HOLE, self.fingerprint, item.resized, item.bucket, "centre", flipped, spec.background,
+                spec.interpolation, "float32",
+            )  # fmt: skip
+        return maker(item.content_hash)
 
     def ensure(
         self,
@@ -231,10 +237,10 @@ class LatentCache:
         if self.kohya_cache == "read":
             self._find_foreign(items)
         found, seen = _Missing(self, items), set[bytes]()
-        for flipped in (False, True):
-            for place, item in enumerate(items):
-                if item.source in self._foreign or flipped and not item.spec.flip:
-                    continue
+        for place, item in enumerate(items):
+            if item.source in self._foreign:
+                continue
+            for flipped in (False, True) if item.spec.flip else (False,):
                 key = self.key(item, flipped)
                 if key not in self.store and (short := bytes.fromhex(key)) not in seen:
                     seen.add(short)

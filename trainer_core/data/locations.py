@@ -9,24 +9,24 @@ import hashlib
 import os
 import re
 
-_MARK = "\x1f"
+MARK = "\x1f"
 _PIECE = re.compile(r"\x1f(\d+):(\d+)$")
 _HASH_BYTES = 16
 
 
 def tar_name(member: str, offset: int, size: int) -> str:
     """Name of a tar member that carries where its bytes are."""
-    return f"{member}{_MARK}{offset}:{size}"
+    return f"{member}{MARK}{offset}:{size}"
 
 
 def shown_name(name: str) -> str:
     """A name as people know it."""
-    return name.partition(_MARK)[0] if _MARK in name and _PIECE.search(name) else name
+    return name.partition(MARK)[0] if MARK in name and _PIECE.search(name) else name
 
 
 def locate(folder: str, name: str) -> str:
     """Location of `name` in a folder, or of a `tar_name` in the tar file `folder`."""
-    piece = _PIECE.search(name) if _MARK in name else None
+    piece = _PIECE.search(name) if MARK in name else None
     return folder + piece.group(0) if piece else os.path.join(folder, name)
 
 

@@ -18,6 +18,8 @@ from .cache_files import ShardStore, digest
 from .decode import decode_mask
 from .locations import hash_location
 from .records import Item, StopRequested
+from .subset import Subset
+from .table import ItemTable
 
 _FORMAT = "mask-1"
 _SHARD_ENTRIES = 2048
@@ -45,6 +47,9 @@ class MaskCache:
 
     def ensure(self, items: Sequence[Item], *, should_stop: Callable[[], bool] | None = None) -> int:
         """Make what is missing; returns how many. DatasetError names a mask that cannot be used."""
+        table = items.base if isinstance(items, Subset) else items
+        if isinstance(table, ItemTable) and not table.has_masks:
+            return 0
         pending: dict[str, dict[str, torch.Tensor]] = {}
         made = 0
         for item in items:

@@ -14,6 +14,7 @@ import numpy as np
 from ..draws import Draws
 from .records import Item, SampleRef
 from .subset import Subset
+from .table import ItemTable
 
 
 class EpochBatches(Sequence[tuple[SampleRef, ...]]):
@@ -124,13 +125,18 @@ class Group(NamedTuple):
 
 def _columns(items: Sequence[Item], batch_size: int) -> tuple[np.ndarray, np.ndarray, list[Group]]:
     """(repeats of every item, number of its group, the groups in sorted order)."""
-    repeats = np.empty(len(items), dtype=np.int64)
-    numbers = np.empty(len(items), dtype=np.int32)
-    known: dict[Group, int] = {}
-    for at, item in enumerate(items):
-        group = Group(*item.bucket, item.spec.batch_size or batch_size)
-        repeats[at] = item.repeats
-        numbers[at] = known.setdefault(group, len(known))
-    groups = sorted(known)
-    rank = np.array([groups.index(group) for group in known], dtype=np.int32)
+    table, places = (items.base, items.places) if isinstance(items, Subset) else (items, slice(None))
+    if isinstance(table, ItemTable):
+        sets, buckets, repeats = (column[places] for column in table.plan_columns())
+        kinds, numbers = np.unique(sets * len(table.buckets) + buckets, return_inverse=True)
+        pairs = [divmod(int(kind), len(table.buckets)) for kind in kinds]
+        found = [Group(*table.buckets[bucket], table.specs[one].batch_size or batch_size) for one, bucket in pairs]
+    else:
+        known: dict[Group, int] = {}
+        repeats = np.array([item.repeats for item in items], dtype=np.int64)
+        groups_of = (Group(*item.bucket, item.spec.batch_size or batch_size) for item in items)
+        numbers = np.array([known.setdefault(group, len(known)) for group in groups_of])
+        found = list(known)
+    groups = sorted(set(found))
+    rank = np.array([groups.index(group) for group in found], dtype=np.int32)
     return repeats, rank[numbers], groups

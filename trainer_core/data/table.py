@@ -5,6 +5,7 @@ An `Item` is made when it is looked at. Names and captions are UTF-8 in two blob
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from typing import overload
@@ -12,7 +13,7 @@ from typing import overload
 import numpy as np
 
 from .buckets import Placement
-from .locations import locate, shown_name
+from .locations import MARK, locate, shown_name
 from .records import Item
 from .sets import SetSpec
 
@@ -41,7 +42,7 @@ class ItemTable(Sequence[Item]):
     def __init__(self) -> None:
         self.specs: list[SetSpec] = []
         self.buckets: list[tuple[int, int]] = []
-        self._folders: list[tuple[str, str]] = []
+        self._folders: list[tuple[str, str, str]] = []
         self._spec_ids: dict[int, int] = {}
         self._bucket_ids: dict[tuple[int, int], int] = {}
         self._rows = bytearray()
@@ -57,7 +58,7 @@ class ItemTable(Sequence[Item]):
 
     def folder(self, path: str, relative: str) -> int:
         """Number of a folder: `path` on disk, `relative` the start of its files' names in the report."""
-        self._folders.append((path, relative))
+        self._folders.append((path, os.path.join(path, ""), relative))
         return len(self._folders) - 1
 
     def add(
@@ -129,11 +130,12 @@ class ItemTable(Sequence[Item]):
             self._rows, at
         )
         name_start, caption_start = _ROW.unpack_from(self._rows, at - _ROW.size)[-2:] if row else (0, 0)
-        path, relative = self._folders[folder]
+        path, start, relative = self._folders[folder]
         name = self._names[name_start:name_end].decode("utf-8", "surrogateescape")
+        piece = MARK in name
         return Item(
-            file=relative + shown_name(name),
-            source=locate(path, name),
+            file=relative + (shown_name(name) if piece else name),
+            source=locate(path, name) if piece else start + name,
             content_hash=content.hex(),
             upright_size=(width, height),
             resized=(resized[0], resized[1]),
@@ -141,8 +143,8 @@ class ItemTable(Sequence[Item]):
             spec=self.specs[spec],
             caption=self._captions[caption_start:caption_end].decode("utf-8", "surrogatepass"),
             repeats=repeats,
-            mask=self._masks.get(row),
-            notes=self._notes.get(row, ()),
+            mask=self._masks.get(row) if self._masks else None,
+            notes=self._notes.get(row, ()) if self._notes else (),
         )
 
     def set_repeats(self, row: int, repeats: int) -> None:
@@ -175,6 +177,15 @@ class ItemTable(Sequence[Item]):
             else:
                 groups.append([int(order[at]), int(order[at + 1])])
         return sorted(groups)
+
+    @property
+    def has_masks(self) -> bool:
+        return bool(self._masks)
+
+    def plan_columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every row: number of its set in `specs`, of its bucket in `buckets`, and its repeats."""
+        columns = self._columns
+        return columns["set"].astype(np.int64), columns["bucket"].astype(np.int64), columns["repeats"].astype(np.int64)
 
     def without_unused(self) -> Sequence[Item]:
         """The items that have at least one repeat."""

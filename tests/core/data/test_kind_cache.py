@@ -27,7 +27,9 @@ from trainer_core.data import (
     TextCache,
     captions_to_encode,
 )
-from trainer_core.data.cache_files import ShardStore
+from trainer_core.data.cache_files import HOLE, DigestMaker, ShardStore, digest
+from trainer_core.data.subset import Subset
+from trainer_core.data.table import ItemTable
 from trainer_core.draws import Draws
 from trainer_core.errors import DatasetError, NonFiniteError, ResourceError
 from trainer_core.models import SDXLModel, encode_images, load_sdxl
@@ -275,6 +277,11 @@ def test_kind_vae_precision_non_finite_latent_names_the_picture_and_writes_nothi
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_digest_maker_equals_digest() -> None:
+    maker = DigestMaker("latents-1", HOLE, "vae", (64, 64), False)
+    assert maker("00ff") == digest("latents-1", "00ff", "vae", (64, 64), False)
+
+
 # ------------------------------------------------------------------ batches
 def loader_for(report: ScanReport, vae: AutoencoderKL, folder: Path, **options: Any) -> BatchLoader:
     dataset = DatasetConfig(**{"workers": 0, **options})
@@ -373,6 +380,21 @@ def test_only_pictures_that_the_planned_steps_see_are_named(tmp_path: Path, scan
         assert len(seen) < 9
     assert list(plan.items_seen(5, 1)) == list(items)
     assert list(plan.items_seen(3, 2)) == list(items)
+
+
+def test_plan_of_a_table_and_of_a_list_is_one(tmp_path: Path, scan: Scan) -> None:
+    for index in range(9):
+        write(tmp_path / "set" / "2_wide", f"{index}.png", png(128, 64, (index, 0, 0)))
+        write(tmp_path / "set" / "1_square", f"{index}.png", png(64, 64, (index, 9, 0)))
+    table = scan(tmp_path / "set").items
+    assert isinstance(table, ItemTable)
+    some = Subset(table, [0, 3, 4, 11, 17])
+    for items in (table, some):
+        plan, plain = BatchPlan(items, 4, Draws(7)), BatchPlan(list(items), 4, Draws(7))
+        assert plan.groups == plain.groups
+        assert plan.group_samples == plain.group_samples
+        assert list(plan.batches(1)) == list(plain.batches(1))
+        assert plan.largest_batch() == plain.largest_batch()
 
 
 def test_repeats_are_samples_of_their_own(tmp_path: Path, scan: Scan) -> None:
