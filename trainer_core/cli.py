@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .cli_files import COMMANDS as FILE_COMMANDS
+from .cli_health import COMMANDS as HEALTH_COMMANDS
 from .config_io import load_config, with_settings
 from .console import ConsoleProgress, make_safe
 from .errors import ConfigError, Problem, TrainerError
@@ -45,6 +46,8 @@ _USAGE = """usage: safe-scaler COMMAND ...
   merge MODEL LORA[=S] ... --output FILE   a model with LoRAs merged in
   extract BASE TUNED --output FILE         a LoRA from the difference of two models
   panel [--output_dir DIR] [--port N]      show runs live in a browser (needs gradio)
+  health RUN [--json | --ring]             gradient health of a run: its table, or its flight recorder
+  drill [FAULT...] [--list] [--json]       break a toy run on purpose and show what is noticed
   doctor [--json]                          check devices, number formats, memory, disk and libraries
   --version
 """
@@ -376,6 +379,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "panel": panel,
     "doctor": doctor,
     **FILE_COMMANDS,
+    **HEALTH_COMMANDS,
 }
 
 if __name__ == "__main__":

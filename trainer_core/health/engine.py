@@ -145,8 +145,7 @@ class HealthEngine:
         report = audit(self.trainer, self.tensors, self.allowed)
         if not report.sound and self.config.audit == "repair":
             report, repairs = repair(self.trainer, self.tensors, self.allowed, report)
-            self.refresh()
-            self._dtypes = {name: parameter.dtype for name, parameter in self.parameters.items()}
+            self.rebase()
         step, bus = self.trainer.state.step, self.trainer.bus
         for one in repairs:
             bus.emit(Intervention(step=step, action=one.action, reason="the check before the first step"))
@@ -165,6 +164,11 @@ class HealthEngine:
         """Trained tensors were replaced."""
         self._refresh()
         self.probe.live = self._live()
+
+    def rebase(self) -> None:
+        """What is trained now counts as the run's beginning: tensors and their number formats."""
+        self.refresh()
+        self._dtypes = {name: parameter.dtype for name, parameter in self.parameters.items()}
 
     def verdicts(self) -> list[Finding]:
         """Open verdicts, the gravest first."""
