@@ -4,6 +4,8 @@ What is asked and answered is `trainer_core.panel.api`; here requests are only c
 also below `/api`. Handlers run in the server's event loop, so the answers are made in a thread.
 """
 
+# pyright: reportMissingImports=false
+# ComfyUI's own modules, which are there only inside it.
 from __future__ import annotations
 
 import asyncio

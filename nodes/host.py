@@ -1,5 +1,7 @@
 """The only module of the pack that imports ComfyUI. Everything is looked up when it is called, never at import."""
 
+# pyright: reportMissingImports=false
+# ComfyUI's own modules, which are there only inside it.
 from __future__ import annotations
 
 import gc
