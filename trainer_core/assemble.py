@@ -27,6 +27,7 @@ from .data import (
     scan_dataset,
 )
 from .device import choose_compute, choose_device
+from .distributed.together import Together
 from .draws import Draws
 from .errors import ConfigError, Problem
 from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
@@ -41,15 +42,16 @@ from .optim import LiveWeights, Precision, build_optimizer, schedule_problem
 from .recovery import Recovery
 from .resume import RunIdentity, capture_state, data_digest, restore_state
 from .session import Session
+from .step_previews import preview_step
 from .trainer import Trainer, TrainerParts
-from .validation import Holdout, PreviewPrompt, StableValidation, hold_out, make_previews, read_prompts
+from .validation import Holdout, PreviewPrompt, StableValidation, hold_out, read_prompts
 from .validation.prompts import size_rule
 
 if TYPE_CHECKING:
+    from .distributed.processes import Processes
     from .runs.database import RunDatabase
     from .runs.folder import RunFolder
     from .runs.protocol import Commands
-    from .validation import PreviewResult
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +71,16 @@ def assemble(
     *,
     bus: EventBus,
     commands: Commands,
-    database: RunDatabase,
+    database: RunDatabase | None,
+    processes: Processes | None = None,
 ) -> Assembly | None:
-    """Everything up to the first step. None when a stop was asked for on the way.
+    """Everything up to the first step. None when a stop was asked for on the way. `database` is process 0's.
 
     Raises:
         TrainerError: something the user can act on (data, model, device, checkpoint, settings).
     """
     try:
-        return _Assembler(folder, stored, config, bus, commands, database).assemble()
+        return _Assembler(folder, stored, config, bus, commands, database, processes).assemble()
     except StopRequested:
         return None
 
@@ -90,7 +93,8 @@ class _Assembler:
         config: TrainConfig,
         bus: EventBus,
         commands: Commands,
-        database: RunDatabase,
+        database: RunDatabase | None,
+        processes: Processes | None,
     ) -> None:
         self.folder = folder
         self.stored = stored
@@ -98,13 +102,15 @@ class _Assembler:
         self.bus = bus
         self.commands = commands
         self.database = database
-        self.device = choose_device(config.run.device)
+        self.together = Together(processes)
+        self.device = self.together.device(choose_device(config.run.device))
         self.compute = choose_compute(config.precision.compute, self.device)
         assert config.run.seed is not None, "create_run draws the seed"
         self.draws = Draws(config.run.seed)
         self.parts = trained_parts(config)
 
     def assemble(self) -> Assembly:
+        self.together.wait_for_caches()
         report = self._scan()
         holdout = hold_out(report.items, self.config.validation, self.draws)
         plan = BatchPlan(holdout.training, self.config.dataset.batch_size, self.draws)
@@ -112,9 +118,11 @@ class _Assembler:
         self._check_schedule(plan)
         model = self._load()
         latents, texts = self._cache(model, plan, holdout)
+        self.together.caches_are_there()
         loader = BatchLoader(plan, latents, texts, self.config.dataset)
         network = self._network(model)
-        check_coverage(self.folder, model, network, live_text=texts is None, bus=self.bus)
+        if self.together.first:
+            check_coverage(self.folder, model, network, live_text=texts is None, bus=self.bus)
         objective = self._objective(model)
         optimizer = build_optimizer(
             {part: network.parameters_of(part) for part in network.parts},
@@ -130,11 +138,14 @@ class _Assembler:
         )
         weights = LiveWeights(optimizer, self.config.optimizer)
         parts = TrainerParts(model, network, optimizer, precision, objective, plan, loader, self.device, weights)
+        parts.processes = self.together.processes
         parts.memory = memory_of(parts, self.config, self.bus.emit, lambda: trainer.state.step)
         session, trainer = self._session(parts, report, holdout, latents, texts)
         recovery = Recovery(session, trainer, self.config)
+        self.together.check(trainer, session.identity)
         self._resume(session, trainer, report)
         recovery.begin(trainer.state.step)
+        self.together.take_over(trainer)
         if trainer.health is not None:
             trainer.health.audit()
         self._announce(session, trainer, report)
@@ -257,7 +268,8 @@ class _Assembler:
 
         config = self.config
         total = total_steps(config, parts.plan)
-        identity = RunIdentity(config, parts.model.fingerprint, data_digest(report.items))
+        digest = data_digest(report.items)
+        identity = RunIdentity(config, parts.model.fingerprint, digest, self.together.count)
         session = Session(
             folder=self.folder,
             config=config,
@@ -279,7 +291,7 @@ class _Assembler:
             final_lora=Path(self.stored["final_lora"]),
             validation=self._validation(parts, holdout, latents, texts),
             prompts=self._prompts(parts.model),
-            preview=lambda step: self._preview(session, parts, step),
+            preview=lambda step: preview_step(session, parts, step, self._warn),
         )
         assert config.run.seed is not None
         trainer = Trainer(
@@ -288,8 +300,8 @@ class _Assembler:
             self.bus,
             total_steps=total,
             seed=config.run.seed,
-            should_stop=session.should_stop,
-            after_step=session.after_step,
+            should_stop=self.together.should_stop(session),
+            after_step=self.together.after_step(session),
         )
         session.trainer = trainer
         if config.health.enabled:
@@ -324,27 +336,10 @@ class _Assembler:
             self._warn("preview", note)
         return prompts
 
-    def _preview(self, session: Session, parts: TrainerParts, step: int) -> None:
-        def tell(result: PreviewResult) -> None:
-            if result.file is None:
-                self._warn("preview", result.failure or "A preview failed.", step)
-            else:
-                session.preview_ready(step, result.file, result.prompt.text, result.index, result.prompt.seed)
-
-        make_previews(
-            parts.model,
-            parts.network,
-            session.prompts,
-            step=step,
-            folder=self.folder.previews,
-            max_token_length=self.config.dataset.max_token_length,
-            should_stop=session.should_stop,
-            on_ready=tell,
-            compute=parts.precision.autocast,
-        )
-
     def _resume(self, session: Session, trainer: Trainer, report: ScanReport) -> None:
-        found = restore_state(session, trainer)
+        found = restore_state(session, trainer, self.together.processes)
+        if self.database is None:
+            return
         if found is None:
             self.database.resume_at(0)
             return

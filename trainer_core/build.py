@@ -23,6 +23,7 @@ from .runs.folder import RunFolder, free_name, release_name
 from .runs.protocol import Commands
 
 if TYPE_CHECKING:
+    from .distributed.processes import Processes
     from .events import Subscriber
 
 log = logging.getLogger(__name__)
@@ -59,8 +60,15 @@ def start_run(
     return run(folder.path, commands=commands, sink=sink)
 
 
-def run(run_dir: str | Path, *, commands: Commands | None = None, sink: Subscriber | None = None) -> TrainResult:
-    """Train the run in `run_dir` to its end, from its newest good checkpoint when it has one.
+def run(
+    run_dir: str | Path,
+    *,
+    commands: Commands | None = None,
+    sink: Subscriber | None = None,
+    processes: Processes | None = None,
+) -> TrainResult:
+    """Train the run in `run_dir` to its end, from its newest good checkpoint when it has one. `processes`: the others
+    that compute a share of its steps (this is process 0).
 
     A failure the user can act on is told as the last event and in the result; it is not raised.
     """
@@ -86,7 +94,7 @@ def run(run_dir: str | Path, *, commands: Commands | None = None, sink: Subscrib
         database.on_problem = partial(_record_trouble, bus)
         for note in stored.get("notes", []):
             bus.emit(Warned(topic="settings", message=note))
-        return _Runner(folder, stored, bus, control, database).run()
+        return _Runner(folder, stored, bus, control, database, processes).run()
 
 
 def _record_trouble(bus: EventBus, message: str) -> None:
@@ -110,8 +118,15 @@ class _Runner:
     """One attempt at a run in this process: assemble, train, finish, report."""
 
     def __init__(
-        self, folder: RunFolder, stored: dict[str, Any], bus: EventBus, commands: Commands, database: RunDatabase
+        self,
+        folder: RunFolder,
+        stored: dict[str, Any],
+        bus: EventBus,
+        commands: Commands,
+        database: RunDatabase,
+        processes: Processes | None,
     ) -> None:
+        self.processes = processes
         self.folder = folder
         self.stored = stored
         self.config = from_dict(stored["config"])
@@ -146,6 +161,7 @@ class _Runner:
             bus=self.bus,
             commands=self.commands,
             database=self.database,
+            processes=self.processes,
         )
         if self.assembly is None:
             return "stopped", "Stopped before the first step; nothing was trained yet.", None, None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from . import __version__
 from .cli_files import COMMANDS as FILE_COMMANDS
 from .cli_health import COMMANDS as HEALTH_COMMANDS
+from .cli_together import launched, limit_of, resume_together, speaks, train_together
 from .config_io import load_config, with_settings
 from .console import ConsoleProgress, make_safe
 from .errors import ConfigError, Problem, TrainerError
@@ -83,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wrong(message: str) -> int:
-    print(f"safe-scaler: {message}", file=sys.stderr)
+    if speaks():
+        print(f"safe-scaler: {message}", file=sys.stderr)
     return EXIT_WRONG
 
 
@@ -108,6 +110,8 @@ def train(words: Sequence[str]) -> int:
     notes = [*resolved.notes, *habit_notes(resolved.used, _all_set(config_file, resolved)), *notes]
     from .build import create_run
 
+    if launched() > 1:
+        return train_together(lambda: create_run(config, notes).path, limit_s=limit_of(config), around=_log_to)
     folder = create_run(config, notes)
     if resolved.special.get("supervise"):
         return _supervise(folder.path)
@@ -135,7 +139,9 @@ def _settings(words: Sequence[str], expected: int = 1) -> tuple[Resolved, Path |
         why = f"a config file is given twice, also {positional[0]!r}"
         resolved.problems.append(Problem("--config", asked, why, "Keep one."))
     name = asked or (positional[0] if positional[:expected] else None)
-    resolved.problems += _processes()
+    if resolved.special.get("supervise") and launched() > 1:
+        fix = "Leave it out: torchrun --max-restarts N restarts all processes, and the run goes on from its checkpoint."
+        resolved.problems.append(Problem("--supervise", True, "does not go with several processes", fix))
     return resolved, None if name is None else Path(str(name)).expanduser()
 
 
@@ -144,15 +150,6 @@ def settings_of(words: Sequence[str]) -> TrainConfig:
     resolved, config_file = _settings(words)
     preset = resolved.special.get("preset")
     return load_config(config_file, resolved.settings, preset, earlier=resolved.problems, check=False)[0]
-
-
-def _processes() -> list[Problem]:
-    """Several processes (torchrun, accelerate launch) are refused: each would train the whole run by itself."""
-    count = os.environ.get("WORLD_SIZE", "1")
-    if count in ("", "1"):
-        return []
-    why = "training in several processes is not in this version"
-    return [Problem("WORLD_SIZE", count, why, "Start one: accelerate launch --num_processes 1, or without a launcher.")]
 
 
 def _run_here(run_dir: Path, settings: Mapping[str, Any] | None = None) -> int:
@@ -247,6 +244,8 @@ def resume(words: Sequence[str]) -> int:
 def _resume(run_dir: Path, resolved: Resolved) -> int:
     if resolved.problems:
         raise ConfigError(resolved.problems)
+    if launched() > 1:
+        return resume_together(run_dir, resolved.settings, around=_log_to)
     if not resolved.special.get("supervise"):
         return _run_here(run_dir, resolved.settings)
     if resolved.settings:

@@ -11,7 +11,7 @@ from .options_kinds import Option, refuse
 _NOT_YET = "is not in this version"
 _NO_UPLOAD = "nothing is uploaded by this program"
 _NO_TRACKER = "no outside tracker is fed by this version; curves and settings are in the run folder's report.html"
-_ONE_PROCESS = "training in several processes is not in this version"
+_ONE_PROCESS = "spreading the model itself over processes is not in this version"
 _RESUME = "a run is resumed exactly where it stopped"
 _EPOCHS = "cadence is counted in steps"
 
@@ -121,10 +121,6 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("console_log_file", "value", "the run folder's run.log holds everything", "Leave it out.", ()),
     ("console_log_simple", "flag", "progress is plain text wherever the output is not a terminal", "Leave it out.", ()),
     # several processes
-    ("local_rank", "value", _ONE_PROCESS, "Start one process and leave it out.", ("-1", "0")),
-    ("ddp_timeout", "value", _ONE_PROCESS, "Start one process and leave it out.", ()),
-    ("ddp_gradient_as_bucket_view", "flag", _ONE_PROCESS, "Start one process and leave it out.", ()),
-    ("ddp_static_graph", "flag", _ONE_PROCESS, "Start one process and leave it out.", ()),
     ("deepspeed", "flag", _ONE_PROCESS, "Start one process; --gradient_checkpointing saves memory.", ()),
     ("zero_stage", "value", _ONE_PROCESS, "Start one process and leave it out.", ("2",)),
     *(
@@ -143,7 +139,7 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 _DIFFUSERS_NAMES = frozenset(
-    ["revision", "variant", "enable_npu_flash_attention", "use_dora", "lora_layers", "dataset_name", "dataset_config_name", "image_column", "caption_column", "max_train_samples", "class_prompt", "num_class_images",  "do_edm_style_training", "prodigy_beta3", "prodigy_decouple", "prodigy_use_bias_correction", "prodigy_safeguard_warmup", "adam_weight_decay_text_encoder", "scale_lr", "validation_epochs", "hub_token", "hub_model_id", "push_to_hub", "report_to", "local_rank"]
+    ["revision", "variant", "enable_npu_flash_attention", "use_dora", "lora_layers", "dataset_name", "dataset_config_name", "image_column", "caption_column", "max_train_samples", "class_prompt", "num_class_images",  "do_edm_style_training", "prodigy_beta3", "prodigy_decouple", "prodigy_use_bias_correction", "prodigy_safeguard_warmup", "adam_weight_decay_text_encoder", "scale_lr", "validation_epochs", "hub_token", "hub_model_id", "push_to_hub", "report_to"]
 )
 
 REFUSED: dict[str, Option] = {

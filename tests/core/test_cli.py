@@ -159,10 +159,15 @@ def test_file_and_line_problems_come_together(tmp_path: Path, capsys: pytest.Cap
     assert "'extra': is a word of its own" in text
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_supervise_does_not_go_with_several_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["train"]) == EXIT_WRONG
-    assert "--num_processes 1" in capsys.readouterr().err
+    assert main(["train", "--supervise"]) == EXIT_WRONG
+    assert "torchrun --max-restarts" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "--supervise"]) == EXIT_WRONG
+    assert capsys.readouterr().err == "", "one process speaks"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or "1")
 
 
+class RunOver(Exception):
+    """Process 0 has ended the run; the others may end too."""
+
+
 class Processes:
     """This process among `count`, numbered `rank` from 0. One instance a process; `close()` at the end.
 
@@ -151,6 +155,11 @@ class Processes:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"failed/{self.rank}", message)
 
+    def tell_over(self) -> None:
+        """Process 0 needs the others no more."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set("over", "over")
+
     def close(self) -> None:
         """Leave the group. A process that failed leaves without waiting for the others."""
         self._closed.set()
@@ -175,7 +184,10 @@ class Processes:
                     raise ProcessError(f"Process {rank} is gone: no sign of life for {self.limit_s:.0f} s.")
 
     def _look_for_failures(self) -> None:
-        """Raise ProcessError when another process has left word that it failed."""
+        """Raise ProcessError when another process has left word that it failed, RunOver when the run has ended."""
+        with contextlib.suppress(RuntimeError):
+            if not self.first and self._store.check(["over"]):
+                raise RunOver
         for rank in range(self.count):
             try:
                 if rank != self.rank and self._store.check([f"failed/{rank}"]):
