@@ -63,7 +63,7 @@ def demo_config(lesson: TeachingSet, output_dir: Path, seed: int) -> TrainConfig
             path=str(lesson.concept_folder),
             prior_path=str(lesson.prior_folder),
             batch_size=8,
-            repeats=2,  # as many pictures of the new word as of the old ones in an epoch
+            repeats=3,  # three pictures of the new word for two of the old ones in an epoch
             workers=0,
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, te1_lr=None, te2_lr=None),
