@@ -18,6 +18,7 @@ from typing import Any
 from .config import PARTS, TrainConfig, part_alpha, part_rank, part_rate, trained_parts
 from .config_fields import FIELDS, FieldSpec, allowed, did_you_mean
 from .config_rules_safety import SAFETY_RULES, safety_advice
+from .config_rules_health import HEALTH_RULES
 from .config_rules_training import TRAINING_RULES, training_advice
 from .errors import Problem
 
@@ -338,6 +339,7 @@ _RULES: tuple[Callable[[TrainConfig], Found], ...] = (
     _length,
     _prior,
     *TRAINING_RULES,
+    *HEALTH_RULES,
     *SAFETY_RULES,
     _text_cache,
     _buckets,
