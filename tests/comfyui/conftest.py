@@ -40,7 +40,7 @@ def unbroken(comfyui: ComfyUI) -> Unbroken:
     graph = small_graph(output_name="unbroken", preview_prompts="a red zorp --s 2", preview_every=6, lora_every=6)
     graph["3a"] = node(
         "SafeScalerGradientMonitor", max_grad_norm=1.0, clip="fixed", max_rejected_steps=8, drop_bad_pictures=True,
-        ladder=True,
+        ladder=True, watch=True, audit="repair",
     )  # fmt: skip
     graph["4"]["inputs"]["monitor"] = ["3a", 0]
     graph |= {
