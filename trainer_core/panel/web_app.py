@@ -6,6 +6,7 @@ The page is the one of ComfyUI's sidebar (`web/js`), fed by polling in place of 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _TYPES = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css"}
 _FOLDERS = ("js", "css")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")
 _HTML = """<!doctype html>
 <html lang="en">
 <head>
@@ -131,6 +133,8 @@ def signed_in(app: Any, cookies: dict[str, str]) -> bool:
 
 def web_file(name: str) -> Path | None:
     """The panel's file of that name below `web/js` or `web/css`; None for everything else."""
+    if not _FILE_NAME.fullmatch(name):
+        return None
     path = (WEB / name).resolve()
     inside = any(path.is_relative_to((WEB / folder).resolve()) for folder in _FOLDERS)
     return path if inside and path.suffix in _TYPES and path.is_file() else None

@@ -33,7 +33,7 @@ export class HealthTable {
       this.head,
       ["Part", "State", ...columns],
       (name) => name,
-      (name) => h("th", { scope: "col", text: FIGURES[name]?.title ?? name, title: FIGURES[name]?.help }),
+      (name) => h("th", { scope: "col", class: name in FIGURES ? "ss-number" : "", text: FIGURES[name]?.title ?? name, title: FIGURES[name]?.help }),
     );
     keyed(this.body, rows, (row) => row.module, () => h("tr", {}));
     rows.forEach((row, index) => fillRow(this.body.children[index], row, columns));

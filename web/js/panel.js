@@ -41,8 +41,8 @@ class Panel {
     this.log = h("ol", { class: "ss-log", tabindex: "0", "aria-label": "Event log, newest first" });
     this.sections = {
       charts: section("Charts", this.chartGrid),
-      health: section("Gradient health", this.health.root),
-      pictures: section("Preview pictures", this.gallery.root),
+      health: section("Gradient health", this.health.root, "ss-half"),
+      pictures: section("Preview pictures", this.gallery.root, "ss-half"),
       log: section("What happened", this.log),
     };
     this.run = h("div", { class: "ss-run" }, this.status.root, this.controls.root, ...Object.values(this.sections));
@@ -152,6 +152,6 @@ class Panel {
 }
 
 /** A part of the panel that can be folded; open at first. */
-function section(title, content) {
-  return h("details", { class: "ss-section", open: true }, h("summary", {}, h("h3", { text: title })), content);
+function section(title, content, kind = "") {
+  return h("details", { class: `ss-section ${kind}`, open: true }, h("summary", {}, h("h3", { text: title })), content);
 }
