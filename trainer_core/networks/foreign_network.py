@@ -48,8 +48,9 @@ class ForeignNetwork:
         self._roots = [model.unet, *model.text_encoders]
         raw.to(torch.float32).requires_grad_(True)
         self._rates = None if rates is None else dict(rates)
-        for parameter in raw.parameters() if rates is not None else ():
-            parameter.requires_grad_(parameter in rates)
+        if rates is not None:
+            for parameter in raw.parameters():
+                parameter.requires_grad_(parameter in rates)
         self._taken = _taken_over(self._roots, base_parameters)
         self.modules: dict[str, nn.Module] = {key: child for key, child in raw.named_children() if foreign_part(key)}
         self._multiplier = 1.0

@@ -159,7 +159,7 @@ def _keep_parts(name: str, raw: Any, model: SDXLModel, parts: Sequence[str], bef
         kept = []
         for lora in getattr(raw, attribute):
             part, called = owners.get(_base_of(lora)), _name_of(lora)
-            if part not in parts:
+            if part is None or part not in parts:
                 _release(lora, before)
                 released.add(lora)
                 continue
