@@ -38,8 +38,14 @@ def choose_run(
         return ChosenRun(_create(config, [*notes, note] if note else notes, extra), note)
     if resume is not None:
         return _from_checkpoint(config, notes, extra, resume)
-    found = core.find_unfinished(host.output_folder(), core.config_hash(core.to_dict(config)))
-    if found is None:
+    found = core.newest_with_hash(host.output_folder(), core.config_hash(core.to_dict(config)))
+    if found is not None and found.state == "running":
+        raise core.ResourceError(
+            f"Run {found.run_id} of exactly these settings is still being written by another process (perhaps the "
+            "worker of a ComfyUI that was closed a moment ago). Wait until it has saved and press Run again, or set "
+            "start to 'new run'."
+        )
+    if found is None or not core.can_go_on(found):
         return ChosenRun(_create(config, notes, extra))
     if found.folder.read_config().get("data_digest") != extra.get("data_digest"):
         note = f"Run {found.run_id} of the same settings is not continued: pictures or captions have changed since."

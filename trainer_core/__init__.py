@@ -42,6 +42,7 @@ _LATER = {
     "StopRequested": "data.records",
     "Supervisor": "runs.supervisor",
     "TrainConfig": "config",
+    "can_go_on": "runs.registry",
     "change_run": "prepare",
     "chart_pictures": "diagnostics.chart_pictures",
     "check_vae": "models.inspection",
@@ -51,7 +52,6 @@ _LATER = {
     "create_run": "prepare",
     "describe_run": "runs.registry",
     "examine_dataset": "data.scan",
-    "find_unfinished": "runs.registry",
     "free_name": "runs.folder",
     "from_dict": "config_io",
     "inspect_model": "models.inspection",
@@ -61,6 +61,7 @@ _LATER = {
     "lora_of_step": "resume_choices",
     "memory_settings": "recipes",
     "newest_good": "checkpoints.manifest",
+    "newest_with_hash": "runs.registry",
     "open_readonly": "runs.record",
     "picture_of": "preview_job",
     "problem_groups": "diagnostics.report_text",
@@ -139,10 +140,11 @@ if TYPE_CHECKING:
     from .runs.protocol import COMMANDS as COMMANDS
     from .runs.record import open_readonly as open_readonly
     from .runs.registry import RunInfo as RunInfo
+    from .runs.registry import can_go_on as can_go_on
     from .runs.registry import config_hash as config_hash
     from .runs.registry import describe as describe_run
-    from .runs.registry import find_unfinished as find_unfinished
     from .runs.registry import list_runs as list_runs
+    from .runs.registry import newest_with_hash as newest_with_hash
     from .runs.supervisor import RunOutcome as RunOutcome
     from .runs.supervisor import Supervisor as Supervisor
     from .share_sheet import write_share_sheet as write_share_sheet

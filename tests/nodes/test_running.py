@@ -68,8 +68,20 @@ def unfinished(part: Any, core: Any, config: Any, monkeypatch: pytest.MonkeyPatc
     """A run of `config` that stopped at step 4 with a checkpoint."""
     folder = part("choosing").choose_run(config, [], {"data_digest": "d"}, "new run", None).folder
     info = core.RunInfo(folder, "stopped", folder.read_config()["config_hash"], step=4)
-    monkeypatch.setattr(core, "find_unfinished", lambda output, digest: info if digest == info.config_hash else None)
+    monkeypatch.setattr(core, "newest_with_hash", lambda output, digest: info if digest == info.config_hash else None)
+    monkeypatch.setattr(core, "can_go_on", lambda run: True)
     return info
+
+
+def test_a_run_that_another_process_still_writes_is_waited_for(
+    part: Any, core: Any, unfinished: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    running = replace(unfinished, state="running")
+    monkeypatch.setattr(core, "newest_with_hash", lambda *_: running)
+    with pytest.raises(core.ResourceError, match="still being written by another process"):
+        part("choosing").choose_run(config, [], {"data_digest": "d"}, "continue", None)
 
 
 def test_the_interrupted_run_of_the_same_settings_goes_on(part: Any, unfinished: Any, config: Any) -> None:

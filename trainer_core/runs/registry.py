@@ -79,15 +79,14 @@ def find_interrupted(output_dir: str | Path, wanted_hash: str) -> RunInfo | None
     )
 
 
-def find_unfinished(output_dir: str | Path, wanted_hash: str) -> RunInfo | None:
-    """The newest run with this config hash, if it stopped or was interrupted and has a checkpoint, else None.
+def newest_with_hash(output_dir: str | Path, wanted_hash: str) -> RunInfo | None:
+    """The newest run of this config, whatever became of it."""
+    return next((run for run in list_runs(output_dir) if run.config_hash == wanted_hash), None)
 
-    A newer run of the same config that finished, failed or still runs hides it: what was asked for is done.
-    """
-    newest = next((run for run in list_runs(output_dir) if run.config_hash == wanted_hash), None)
-    if newest is None or newest.state not in ("interrupted", "stopped"):
-        return None
-    return newest if newest_good(newest.folder.checkpoints) is not None else None
+
+def can_go_on(run: RunInfo) -> bool:
+    """Whether the run stopped or was interrupted and has a good checkpoint."""
+    return run.state in ("interrupted", "stopped") and newest_good(run.folder.checkpoints) is not None
 
 
 def describe(folder: RunFolder) -> RunInfo:
