@@ -1,0 +1,172 @@
+"""The check before the first step on the micro toy: it names exactly what is broken, mends it, and changes nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from run_setup import small_config
+
+from trainer_core.assemble import assemble
+from trainer_core.config_io import from_dict
+from trainer_core.drill import inject
+from trainer_core.drill.site import Site
+from trainer_core.errors import HealthError
+from trainer_core.events import EventBus
+from trainer_core.health.audit import audit
+from trainer_core.health.repair import refusal, repair
+from trainer_core.prepare import create_run
+from trainer_core.runs.database import RunDatabase
+from trainer_core.runs.protocol import Commands
+
+
+@pytest.fixture(scope="module")
+def site(
+    micro_model: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
+    """One assembled run of the UNet's attention and text encoder 1; every test undoes what it breaks."""
+    config = small_config(
+        micro_model,
+        pictures,
+        tmp_path_factory.mktemp("runs"),
+        lora={"preset": "attention"},
+        optimizer={"te2_lr": 0.0},
+        health={"audit": "off"},
+    )
+    folder = create_run(config)
+    stored = folder.read_config()
+    events: list[dict[str, Any]] = []
+    bus = EventBus(run_id="audit")
+    bus.subscribe(events.append)
+    with RunDatabase(folder.database_path) as database:
+        made = assemble(
+            folder, stored, from_dict(stored["config"]), bus=bus, commands=Commands(), database=database
+        )
+        assert made is not None
+        trainer = made.trainer
+        assert trainer.health is not None
+        yield SimpleNamespace(trainer=trainer, health=trainer.health, plant=Site(trainer, 3, 1), events=events)
+        trainer.health.close()
+
+
+def look(site: SimpleNamespace) -> Any:
+    return audit(site.trainer, site.health.tensors, site.health.allowed)
+
+
+def modules_of(report: Any) -> set[str]:
+    return {name.partition(".")[0] for name in report.named}
+
+
+def test_a_sound_run_is_silent_and_stays_bit_for_bit(site: SimpleNamespace) -> None:
+    parameters = site.plant.parameters()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    random = torch.get_rng_state()
+    report = look(site)
+    assert report.sound, report.findings
+    assert site.health.allowed, "text encoder 1's last layer gets no gradient by design"
+    assert {report.tensors[name].gradient for name in site.health.allowed} == {"none"}
+    assert all(torch.equal(before[name], parameter) for name, parameter in parameters.items())
+    assert all(parameter.grad is None for parameter in parameters.values())
+    assert torch.equal(random, torch.get_rng_state())
+    assert site.trainer.parts.network.container.training
+
+
+def test_cut_adapters_are_named_exactly(site: SimpleNamespace) -> None:
+    planted = inject.cut_adapters(site.plant)
+    try:
+        report = look(site)
+    finally:
+        for module in site.plant.modules():
+            module.__dict__.pop("_down", None)
+    assert {finding.kind for finding in report.findings} == {"DISCONNECTED"}
+    assert report.named == {f"{module}.lora_down.weight" for module in planted.modules}
+    assert look(site).sound
+
+
+def test_replaced_tensors_are_named_and_mended_without_training_more(site: SimpleNamespace) -> None:
+    trained = set(site.plant.parameters())
+    planted = inject.orphaned_parameters(site.plant)
+    report = look(site)
+    assert {(finding.kind, finding.cause) for finding in report.findings} == {("STALE", "outside")}
+    assert modules_of(report) == set(planted.modules)
+    mended, done = repair(site.trainer, site.health.tensors, site.health.allowed, report)
+    assert mended.sound
+    assert [one.mended for one in done] == [True]
+    assert "optimizer holds the live tensors" in done[0].action
+    held = {id(p) for group in site.trainer.parts.optimizer.param_groups for p in group["params"]}
+    assert held == {id(parameter) for parameter in site.plant.parameters().values()}
+    assert set(site.plant.parameters()) == trained
+
+
+def test_switched_off_and_cast_tensors_are_mended(site: SimpleNamespace) -> None:
+    first, second, *_ = site.plant.modules()
+    first.requires_grad_(False)
+    second.lora_up.weight.data = second.lora_up.weight.data.bfloat16()
+    report = look(site)
+    assert {(f.kind, f.cause) for f in report.findings} == {("FROZEN", "off"), ("STALE", "dtype")}
+    mended, done = repair(site.trainer, site.health.tensors, site.health.allowed, report)
+    assert mended.sound
+    assert len(done) == 2
+    assert second.lora_up.weight.dtype == torch.float32
+
+
+def test_a_block_computed_without_gradients_is_found_by_name(site: SimpleNamespace) -> None:
+    """no_grad around one transformer: the report names it, nothing mends it, and the refusal says both."""
+    unet: Any = site.trainer.parts.model.unet
+    path = "up_blocks.0.attentions.0"
+    block = unet.get_submodule(path)
+    original = block.forward
+
+    def frozen(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return original(*args, **kwargs)
+
+    block.forward = frozen
+    try:
+        report = look(site)
+        mended, done = repair(site.trainer, site.health.tensors, site.health.allowed, report)
+    finally:
+        del block.forward
+    assert {finding.kind for finding in report.findings} == {"DISCONNECTED"}
+    assert {m.name for m in site.plant.modules() if m.path.startswith(path + ".")} <= modules_of(report)
+    assert report.broken is not None
+    assert report.broken.kind == "off"
+    assert report.broken.module.startswith(f"unet.{path}.")
+    assert not mended.sound
+    error = refusal(mended, done)
+    assert isinstance(error, HealthError)
+    assert "gradients switched off" in str(error)
+    assert "Tried without success" not in str(error)
+
+
+def test_a_rate_of_zero_for_lora_up_is_told(site: SimpleNamespace) -> None:
+    optimizer = site.trainer.parts.optimizer
+    before = [{**group, "params": list(group["params"]), "names": list(group["names"])} for group in optimizer.param_groups]
+    inject.b_rate_zero(site.plant)
+    report = look(site)
+    optimizer.param_groups[:] = before
+    assert {(finding.kind, finding.cause) for finding in report.findings} == {("IMBALANCED", "b rate")}
+    assert all(".lora_up" in name for name in report.named)
+    assert look(site).sound
+
+
+def test_a_text_encoder_that_is_not_reached_is_an_error(site: SimpleNamespace) -> None:
+    encoder: Any = site.trainer.parts.model.text_encoders[0]
+    original = encoder.forward
+
+    def frozen(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return original(*args, **kwargs)
+
+    encoder.forward = frozen
+    site.health.config = site.trainer.config.health.__class__(audit="check")
+    try:
+        with pytest.raises(HealthError, match="Text encoder 1 is trained, but no gradient reaches it"):
+            site.health.audit()
+    finally:
+        del encoder.forward
+    assert site.health.audit().sound
