@@ -123,6 +123,13 @@ def devices() -> list[str]:
     return [*gpus, *(["mps"] if mps is not None and mps.is_available() else []), "cpu"]
 
 
+def keeps_metadata() -> bool:
+    """Whether the graph may be stored with results (ComfyUI's --disable-metadata)."""
+    from comfy.cli_args import args
+
+    return not getattr(args, "disable_metadata", False)
+
+
 def free_models() -> None:
     """Unload ComfyUI's models from the device, so that the worker finds it empty. They load again when needed."""
     import comfy.model_management as management

@@ -97,7 +97,9 @@ class SafeScalerTrain:
         from .following import follow
 
         config, notes = compose(inputs, model, dataset, targets, monitor)
-        extra = {"data_digest": dataset.digest, "workflow": (extra_pnginfo or {}).get("workflow")}
+        extra: dict[str, Any] = {"data_digest": dataset.digest}
+        if host.keeps_metadata() and not config.metadata.minimal:
+            extra["workflow"] = (extra_pnginfo or {}).get("workflow")
         chosen = choose_run(config, notes, extra, start, resume)
         host.free_models()
         outcome = follow(chosen.folder.path, str(unique_id), monitor.node_id if monitor else None)
