@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer_core.config import ValidationConfig
 from trainer_core.draws import Draws
@@ -108,3 +110,16 @@ def test_sets_with_shares_of_their_own_leak_nothing_and_lose_nothing() -> None:
     assert held | trained == {f"h{i}" for i in range(40)}
     gone = 50 - len(choice.training)
     assert choice.reason == f"{gone} of 50 pictures are held out of training for the validation loss."
+
+
+def test_unlike_sd_scripts_no_share_puts_a_picture_on_both_sides(fixtures: Path) -> None:
+    """Golden: its 15 % of 10 pictures trains on 9 and measures 2, one of them trained. Ours never overlap."""
+    theirs = json.loads((fixtures / "kohya_golden.json").read_text(encoding="utf-8"))["split"]
+    assert set(theirs["0.15"][0]) & set(theirs["0.15"][1])
+    names = sorted({name for train, held in theirs.values() for name in (*train, *held)})
+    items = [Picture(name, f"content of {name}") for name in names]
+    for share in theirs:
+        choice = choose_holdout(items, ValidationConfig(split=float(share)), Draws(3))
+        assert {*choice.training, *choice.measured} == set(items)
+        if choice.held_out:
+            assert len(choice.training) + len(choice.measured) == len(items)
