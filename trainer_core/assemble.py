@@ -35,6 +35,7 @@ from .export import Exporter
 from .health.engine import HealthEngine
 from .memory.run_memory import memory_of
 from .models import SDXLModel, inspect_model, load_sdxl
+from .models.soundness import refuse_damaged
 from .networks import Network, create_network
 from .networks.warm_start import warm_start
 from .objective import NoiseSchedule, Objective
@@ -194,6 +195,7 @@ class _Assembler:
             prediction_type=wanted.prediction_type,
             zero_terminal_snr=terminal,
         )
+        refuse_damaged(model)
         for note in model.notes:
             self._warn("model", note)
         self._check_stop()

@@ -44,8 +44,8 @@ def refuse_damaged(model: SDXLModel) -> None:
             "The file is damaged, or holds values above 65504 that fp16 cannot (then precision.compute = 'bf16' helps)"
         )
     raise ModelFileError(
-        f"The base model '{model.source}' holds NaN or infinity in {len(found)} tensors: {shown}{more}. {cause}; nothing "
-        "could be trained on it. Download it again, or use another one.",
+        f"The base model '{model.source}' holds NaN or infinity in {len(found)} tensors: {shown}{more}. {cause}; "
+        "nothing could be trained on it. Download it again, or use another one.",
         model.source,
     )
 
