@@ -33,6 +33,7 @@ from .errors import ConfigError, Problem
 from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
 from .export import Exporter
 from .health.engine import HealthEngine
+from .memory.before_loading import check_need
 from .memory.run_memory import memory_of
 from .models import SDXLModel, inspect_model, load_sdxl
 from .models.soundness import refuse_damaged
@@ -183,6 +184,7 @@ class _Assembler:
             raise ConfigError([Problem("schedule.warmup_steps", self.config.schedule.warmup_steps, trouble, fix)])
 
     def _load(self) -> SDXLModel:
+        check_need(self.config, self.device, self.compute, self.bus.emit)
         self._phase("loading", detail=self.config.model.path)
         wanted = self.config.model
         terminal: Any = {"auto": "auto", "true": True, "false": False}[wanted.zero_terminal_snr]
@@ -270,8 +272,7 @@ class _Assembler:
 
         config = self.config
         total = total_steps(config, parts.plan)
-        digest = data_digest(report.items)
-        identity = RunIdentity(config, parts.model.fingerprint, digest, self.together.count)
+        identity = RunIdentity(config, parts.model.fingerprint, data_digest(report.items), self.together.count)
         session = Session(
             folder=self.folder,
             config=config,

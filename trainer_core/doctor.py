@@ -40,6 +40,7 @@ def examine(output_dir: Path) -> dict[str, Any]:
         "memory": _memory(advice),
         "disk": _disk(output_dir, missing, advice),
         "devices": _devices(missing, advice) if libraries["torch"] else [],
+        "sdxl": _sdxl() if libraries["torch"] else {},
         "missing": missing,
         "advice": advice,
     }
@@ -111,6 +112,17 @@ def _devices(missing: list[str], advice: list[str]) -> list[dict[str, Any]]:
     return devices
 
 
+def _sdxl() -> dict[str, list[str]]:
+    """What SDXL itself takes: trained numbers by rank, and memory at 1024 x 1024, one picture, rank 16, bf16."""
+    from .memory.estimate import rank_table, sdxl_need
+
+    return {
+        "ranks": rank_table(),
+        "recomputed": sdxl_need(recompute=True).lines(),
+        "kept": sdxl_need(recompute=False).lines(),
+    }
+
+
 def _no_gpu() -> str:
     if shutil.which("nvidia-smi"):
         import torch
@@ -167,6 +179,12 @@ def report(facts: dict[str, Any]) -> str:
         room = f", {size(device['free'])} of {size(device['total'])} free" if "total" in device else ""
         lines.append(f"{device['device']}: {device['name']}{room}")
         lines.append("  " + ", ".join(f"{name} {proof}" for name, proof in device["formats"].items()))
+    if sdxl := facts["sdxl"]:
+        lines.append("trained numbers of SDXL's UNet by rank (share of its parameters):")
+        lines += [f"  {line}" for line in sdxl["ranks"]]
+        lines.append("memory of SDXL at 1024 x 1024, one picture, rank 16, bf16, texts cached (estimated):")
+        lines.append(f"  with --gradient_checkpointing: {'; '.join(sdxl['recomputed'])}")
+        lines.append(f"  without: {sdxl['kept'][-2]}; {sdxl['kept'][-1]}")
     lines += [f"missing: {text}" for text in facts["missing"]]
     lines += [f"advice: {text}" for text in facts["advice"]]
     lines.append("Ready to train." if not facts["missing"] else "Not ready to train.")

@@ -23,6 +23,7 @@ from ..errors import ProcessError
 
 _BEAT_S = 1.0
 _LOOK_S = 1.0
+_QUICK_S, _SLOW_S = 0.001, 0.05
 
 
 def world_size() -> int:
@@ -174,14 +175,25 @@ class Processes:
     def _wait_for(self, key: str, ranks: set[int]) -> bytes:
         """The value of `key`, which one of `ranks` will set."""
         self._beats.clear()
+        started = looked = time.monotonic()
         while True:
-            with contextlib.suppress(RuntimeError):  # DistStoreError: not there yet
-                self._store.wait([key], timedelta(seconds=_LOOK_S))
+            if self._there(key):
                 return cast("bytes", self._store.get(key))
+            now = time.monotonic()
+            time.sleep(_QUICK_S if now - started < 1.0 else _SLOW_S)  # steps are quick, validation is not
+            if now - looked < _LOOK_S:
+                continue
+            looked = now
             self._look_for_failures()
             for rank in ranks:
                 if self._silence(rank) > self.limit_s:
                     raise ProcessError(f"Process {rank} is gone: no sign of life for {self.limit_s:.0f} s.")
+
+    def _there(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError as error:
+            raise ProcessError(f"The store of this run is gone, and with it process 0 ({error}).") from error
 
     def _look_for_failures(self) -> None:
         """Raise ProcessError when another process has left word that it failed, RunOver when the run has ended."""

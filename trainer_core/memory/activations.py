@@ -93,6 +93,11 @@ def _steps(model: SDXLModel, granularity: str) -> list[tuple[str, Sequence[nn.Mo
     return [(names[id(unit)], [unit]) for _, block in blocks for unit in _units(block)]
 
 
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """A parameter, or a view of one (a linear layer keeps its weight transposed)."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
 @dataclass
 class Held:
     """Activations of the forwards under `watched`: how many tensors of 1 MiB and more, and their bytes."""
@@ -108,8 +113,9 @@ def watched(held: Held, smallest: int = SMALLEST_BYTES) -> Iterator[None]:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if not isinstance(tensor, nn.Parameter) and storage.nbytes() >= smallest and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        identity = storage._cdata  # a meta tensor has no address; what is kept for backward stays alive meanwhile
+        if not _is_weight(tensor) and storage.nbytes() >= smallest and identity not in seen:
+            seen.add(identity)
             held.tensors += 1
             held.bytes += storage.nbytes()
         return tensor
@@ -127,7 +133,7 @@ def offloaded(smallest: int = SMALLEST_BYTES) -> Iterator[None]:
     """
 
     def pack(tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, nn.Parameter) or tensor.numel() * tensor.element_size() < smallest:
+        if _is_weight(tensor) or tensor.numel() * tensor.element_size() < smallest:
             return tensor
         if not tensor.is_cuda:
             return tensor.device, tensor.detach().clone()
