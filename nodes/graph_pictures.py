@@ -19,7 +19,7 @@ def write_pictures(images: Sequence[Any], captions: Sequence[str], parent: Path)
     """Write IMAGE tensors (each [B, H, W, C] in 0..1) as PNG with caption files into a folder named by their content.
 
     The same pictures and captions give the same folder, which is then left as it is. DatasetError when the counts of
-    pictures and captions do not agree.
+    pictures and captions do not agree, or a picture is not finite.
     """
     import numpy as np
     from PIL import Image
@@ -32,6 +32,12 @@ def write_pictures(images: Sequence[Any], captions: Sequence[str], parent: Path)
             f"There are {len(pictures)} pictures and {len(captions)} captions in the graph. "
             "Give one caption for each picture, or one for all."
         )
+    for index, picture in enumerate(pictures):
+        if not np.isfinite(picture).all():
+            raise core.DatasetError(
+                f"Picture {index + 1} of {len(pictures)} from the graph holds NaN or infinity: the node that made it "
+                "failed (a VAE in half precision is the usual reason). Look at it with Preview Image."
+            )
     words = [captions[0]] * len(pictures) if len(captions) == 1 else list(captions) or [""] * len(pictures)
     pixels = [(picture.clip(0, 1) * 255).round().astype(np.uint8) for picture in pictures]
     digest = hashlib.blake2b(digest_size=8)

@@ -167,7 +167,7 @@ class ComfyUI:
     def wait(
         self, outcome: Outcome, on_message: Callable[[Message], object] = lambda _: None, seconds: float = 180
     ) -> Outcome:
-        """Read the socket until the prompt is over. `on_message` sees every message of the meantime."""
+        """Read the socket until the prompt is over, or `on_message`, which sees every message, returns True."""
         assert self._socket is not None
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -177,8 +177,8 @@ class ComfyUI:
                 continue
             message: Message = json.loads(frame, parse_constant=_no_constant)
             outcome.messages.append(message)
-            on_message(message)
-            if self._take(outcome, message):
+            enough = on_message(message) is True
+            if self._take(outcome, message) or enough:
                 return outcome
         raise AssertionError(f"the prompt is not over after {seconds:.0f} s:\n{self.log[-3000:]}")
 

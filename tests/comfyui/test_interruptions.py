@@ -82,7 +82,9 @@ def test_a_killed_worker_is_started_again_and_the_result_is_bit_equal(comfyui: C
 def test_injected_infinity_is_told_as_rejected_steps_and_the_server_lives(comfyui: ComfyUI) -> None:
     """alpha = 1e38: the first step moves lora_up off zero, and from then on the output is not finite."""
     graph = small_graph(output_name="poisoned", steps=8)
-    graph["4"]["inputs"]["more_settings"] += "\nlora.alpha = 1e38\nprecision.max_rejected_steps = 2\nsafety.ladder = false"
+    graph["4"]["inputs"]["more_settings"] += (
+        "\nlora.alpha = 1e38\nprecision.max_rejected_steps = 2\nsafety.ladder = false"
+    )
     done = comfyui.run(graph)
     assert done.status == "error"
     rejected = done.events("StepRejected")

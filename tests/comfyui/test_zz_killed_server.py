@@ -6,7 +6,7 @@ import time
 
 import psutil
 from comfyui_graphs import small_graph
-from comfyui_server import ComfyUI
+from comfyui_server import ComfyUI, Message
 
 
 def test_the_worker_of_a_killed_comfyui_saves_and_ends_within_ten_seconds(comfyui: ComfyUI) -> None:
@@ -14,18 +14,15 @@ def test_the_worker_of_a_killed_comfyui_saves_and_ends_within_ten_seconds(comfyu
     worker = 0
     run_id = ""
 
-    def note(message: dict[str, object]) -> None:
+    def stepped(message: Message) -> bool:
         nonlocal worker, run_id
-        if message["type"] == "safe_scaler.event" and message["data"]["event"]["type"] == "StepFinished":  # type: ignore[index]
-            run_id = message["data"]["run_id"]  # type: ignore[index]
-            holder = (comfyui.output / "safe_scaler" / run_id / ".lock").read_text()
-            worker = int(holder.split()[1])
-            raise StopIteration
+        if message["type"] != "safe_scaler.event" or message["data"]["event"]["type"] != "StepFinished":
+            return False
+        run_id = message["data"]["run_id"]
+        worker = int((comfyui.output / "safe_scaler" / run_id / ".lock").read_text().split()[1])
+        return True
 
-    try:
-        comfyui.wait(queued, note)
-    except StopIteration:
-        pass
+    comfyui.wait(queued, stepped)
     process = psutil.Process(worker)
     comfyui.process.kill()
     comfyui.process.wait()

@@ -92,6 +92,13 @@ def test_what_is_refused_says_what_to_do(scan: Any, core: Any, arguments: dict[s
         scan(**arguments)
 
 
+def test_a_broken_picture_of_the_graph_is_refused_by_number(scan: Any, core: Any) -> None:
+    images = pictures(3)
+    images[1][0, 5, 5, 0] = float("nan")
+    with pytest.raises(core.DatasetError, match="Picture 2 of 3 from the graph holds NaN"):
+        scan(images, ["a"])
+
+
 def test_a_changed_file_is_scanned_again_and_an_unchanged_folder_is_not(part: Any, tmp_path: Path) -> None:
     stamp = part("dataset").SafeScalerDataset.IS_CHANGED
     (tmp_path / "a.txt").write_text("one")

@@ -79,8 +79,10 @@ class TinyVAE:
         import torch
         from comfy.taesd.taesd import TAESD
 
-        torch.manual_seed(0)
-        return (comfy.sd.VAE(sd=TAESD(latent_channels=4).state_dict()),)
+        generator = torch.Generator().manual_seed(0)
+        names = TAESD(latent_channels=4).state_dict()  # ComfyUI's layers are not initialised by themselves
+        state = {name: torch.randn(value.shape, generator=generator) * 0.05 for name, value in names.items()}
+        return (comfy.sd.VAE(sd=state),)
 
 
 class NoModel:
