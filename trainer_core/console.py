@@ -126,12 +126,19 @@ class ConsoleProgress:
         if memory:
             fields.append(f"{memory:.1f} GiB")
         if data["rejected_steps"]:
-            fields.append(f"{data['rejected_steps']} rejected")
+            lately = f" ({100 * recent:.0f}% lately)" if (recent := data.get("rejected_share", 0.0)) else ""
+            fields.append(f"{data['rejected_steps']} rejected{lately}")
+        if data["loss_scale"] != 1.0:
+            fields.append(f"scale {data['loss_scale']:g}")
         fields.append(f"lr {rate:.2e}")
         self._progress("  ".join(fields), must=step == self._total or (step == 1 and not self._live))
 
     def _on_StepRejected(self, step: int, data: Wire) -> None:
-        self.line(f"step {step} rejected: {data['reason']} ({data['in_a_row']} in a row)")
+        if data.get("phase") == "CALIBRATE" and data.get("kind") == "OVERFLOW":
+            self._progress(f"step {step}  looking for a loss scale: {data['loss_scale']:g} is too large")
+            return
+        where = f" in {data['where']}" if data.get("where") else ""
+        self.line(f"step {step} rejected: {data['reason']}{where} ({data['in_a_row']} in a row)")
 
     def _on_Verdict(self, step: int, data: Wire) -> None:
         if data["severity"] != "info":

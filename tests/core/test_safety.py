@@ -21,6 +21,7 @@ LIGHT: dict[str, dict[str, Any]] = {
     "optimizer": {"learning_rate": 1e-3, "te1_lr": 0.0, "te2_lr": 0.0},
     "lora": {"rank": 2, "preset": "attention"},
     "safety": {"diagnose": False},
+    "health": {"enabled": False},
 }
 
 
@@ -34,6 +35,8 @@ def config_for(micro_model: Path, small_pictures: Path, tmp_path: Path) -> Calla
     def make(name: str = "out", steps: int = 6, **sections: dict[str, Any]) -> TrainConfig:
         merged = {key: {**LIGHT.get(key, {}), **sections.get(key, {})} for key in {**LIGHT, **sections}}
         merged["run"] = {"max_train_steps": steps, **merged.get("run", {})}
+        cache = {"cache_dir": str(small_pictures.parent / "cache")}
+        merged["dataset"] = {**cache, **merged.get("dataset", {})}
         return small_config(micro_model, small_pictures, tmp_path / name, **merged)
 
     return make

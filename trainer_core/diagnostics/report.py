@@ -103,6 +103,11 @@ def _tiles(data: ReportData) -> str:
     if losses:
         tiles.append(("validation loss", f"{number(losses[0])} → {number(losses[-1])}"))
     tiles.append(("rejected steps", str(run["rejected"] or 0)))
+    scales = [row["loss_scale"] for row in data.steps if row["loss_scale"] not in (None, 1.0)]
+    if scales:
+        lately = data.steps[-100:]
+        share = sum(row["rejected"] for row in lately) / len(lately)
+        tiles.append(("loss scale", f"{number(scales[-1])}, {100 * share:.0f} % rejected lately"))
     memory = [row["vram_gib"] for row in data.steps if row["vram_gib"] is not None]
     if memory:
         tiles.append(("peak memory", f"{number(max(memory))} GiB"))

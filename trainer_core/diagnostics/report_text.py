@@ -176,24 +176,40 @@ def _missing_result(data: ReportData) -> list[ProblemGroup]:
 
 
 def _rejections(data: ReportData) -> list[ProblemGroup]:
-    """Rejected steps by reason, with the pictures that were in them."""
-    by_reason: dict[str, list[Row]] = {}
+    """Rejected steps by class (or reason), with what is known about the cause; those of an fp16 run that was looking
+    for its loss scale are no problem."""
+    seeking = [event for event in data.rejections if event["data"].get("phase") == "CALIBRATE"]
+    by_class: dict[str, list[Row]] = {}
     for event in data.rejections:
-        by_reason.setdefault(str(event["data"].get("reason", "unknown reason")), []).append(event)
-    groups = []
-    for reason, events in by_reason.items():
-        steps = [str(event["step"]) for event in events]
-        samples = dict.fromkeys(str(name) for event in events for name in event["data"].get("samples", ()))
-        culprits = dict.fromkeys(str(name) for event in events for name in event["data"].get("culprits", ()))
-        lines = [f"{'Step' if len(steps) == 1 else 'Steps'} {listing(steps, 20)}: {reason}."]
-        if samples:
-            lines.append(f"Pictures in {'it' if len(steps) == 1 else 'them'}: {listing(list(samples), 8)}.")
-        if culprits:
-            lines.append(f"Weights hit first: {listing(list(culprits), 4)}.")
-        advice = "A rejected step changes nothing: weights and schedule are as before it."
-        title = f"{plural(len(events), 'step was', 'steps were')} rejected"
-        groups.append(ProblemGroup(severity="warning", title=title, lines=tuple(lines), advice=advice))
+        if event not in seeking:
+            reason = str(event["data"].get("reason", "unknown reason"))
+            by_class.setdefault(str(event["data"].get("kind") or reason), []).append(event)
+    groups = [_rejection_group(events) for events in by_class.values()]
+    if seeking:
+        title = f"{plural(len(seeking), 'step was', 'steps were')} rejected while the loss scale was looked for"
+        line = "fp16 begins with a loss scale that is too large on purpose, and halves it until gradients fit."
+        groups.append(ProblemGroup(severity="note", title=title, lines=(line,)))
     return groups
+
+
+def _rejection_group(events: list[Row]) -> ProblemGroup:
+    def values(name: str) -> list[str]:
+        return list(dict.fromkeys(str(value) for event in events for value in event["data"].get(name) or ()))
+
+    steps = [str(event["step"]) for event in events]
+    one = len(steps) == 1
+    lines = [f"{'Step' if one else 'Steps'} {listing(steps, 20)}: {events[0]['data'].get('reason', 'unknown reason')}."]
+    if samples := values("samples"):
+        lines.append(f"Pictures in {'it' if one else 'them'}: {listing(samples, 8)}.")
+    if where := list(dict.fromkeys(str(event["data"]["where"]) for event in events if event["data"].get("where"))):
+        lines.append(f"Layers hit first: {listing(where, 4)}.")
+    if culprits := values("culprits"):
+        lines.append(f"Weights with bad gradients: {listing(culprits, 4)}.")
+    if timesteps := values("timesteps"):
+        lines.append(f"Timesteps: {listing(timesteps, 8)}.")
+    advice = "A rejected step changes nothing: weights and schedule are as before it."
+    title = f"{plural(len(events), 'step was', 'steps were')} rejected"
+    return ProblemGroup(severity="warning", title=title, lines=tuple(lines), advice=advice)
 
 
 def _verdicts(data: ReportData) -> list[ProblemGroup]:

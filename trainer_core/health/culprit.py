@@ -115,6 +115,7 @@ def _noting(parameters: dict[str, torch.nn.Parameter], order: list[str]) -> Iter
     handles = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
         for name, parameter in parameters.items()
+        if parameter.requires_grad  # the ladder may have frozen some
     ]
     try:
         yield

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..optim.phases import EXPLODING
 from ..optim.reading import weights_finite
 
 if TYPE_CHECKING:
@@ -25,14 +26,23 @@ def goodness(trainer: Trainer, validation: Sequence[dict[str, Any]]) -> dict[str
     parts = trainer.parts
     if parts.precision.phases.rejected_in_a_row:
         why.append("the last step was rejected")
-    if trainer.guard.alarms:
-        why.append(f"open: {', '.join(sorted(trainer.guard.alarms))}")
+    if alarms := _alarms(trainer):
+        why.append(f"open: {', '.join(sorted(alarms))}")
     losses = [float(entry["mean"]) for entry in validation]
     if losses and losses[-1] > _WORSE_THAN_BEST * min(losses):
         why.append(f"validation loss {losses[-1]:.4g}, {min(losses):.4g} at best")
     if not weights_finite(parts.optimizer):
         why.append("weights or optimizer state are not finite")
     return {"good": not why, "why": why}
+
+
+def _alarms(trainer: Trainer) -> set[str]:
+    """Open verdicts above a warning: gradient health's errors, and that training is exploding."""
+    found = set(trainer.guard.alarms)
+    if trainer.health is not None:
+        held = [entry.finding for entry in trainer.health.alerts.open.values()]
+        found |= {finding.kind for finding in held if finding.severity == "error" or finding.kind == EXPLODING}
+    return found
 
 
 def says_good(scalars: dict[str, Any]) -> bool:
