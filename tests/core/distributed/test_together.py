@@ -1,0 +1,81 @@
+"""Whole runs under torchrun on the CPU: the result of one process, written once, and resumed with another number."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_setup import Recorder, small_config
+from safetensors.torch import load_file
+
+from trainer_core.build import resume_run, start_run
+from trainer_core.runs.record import open_readonly
+
+ROOT = Path(__file__).resolve().parents[3]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dataset": {"batch_size": 3},
+    "gradient": {"accumulation": 2},
+    "lora": {"dropout": 0.1},
+    "optimizer": {"te2_lr": 0.0},
+    "checkpoint": {"every_steps": 1},
+    "validation": {"enabled": True, "split": 0.0, "every_steps": 2, "bands": 2},
+}
+
+
+def torchrun(count: int, config: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "trainer_core", "train", str(config), *flags],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=900,
+    )
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    with open_readonly(run_dir / "run.db") as record:
+        return [row["loss"] for row in record.steps()]
+
+
+def write_settings(path: Path, config: Any) -> Path:
+    from trainer_core.config_io import to_dict
+
+    path.write_text(json.dumps(to_dict(config)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_kind_ddp_equal_to_one_process_and_resumed_with_one(
+    count: int, micro_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    """B59, with text encoder 1, whose last layer never has a gradient: 2 steps in `count` processes, 2 more in one."""
+    whole = start_run(small_config(micro_model, pictures, tmp_path / "whole", **SETTINGS))
+    sections = {**SETTINGS, "run": {"max_train_steps": 2}}
+    config = small_config(micro_model, pictures, tmp_path / "together", **sections)
+    done = torchrun(count, write_settings(tmp_path / "config.json", config))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("LoRA:") == 1, "one process speaks"
+    (run_dir,) = (tmp_path / "together" / "safe_scaler").glob("*-*")
+    assert losses_of(run_dir) == pytest.approx(losses_of(whole.run_dir)[:2], rel=1e-6)
+
+    recorder = Recorder()
+    from dataclasses import replace
+
+    result = resume_run(run_dir, lambda c: replace(c, run=replace(c.run, max_train_steps=4)), sink=recorder)
+    assert result.status == "finished", result.message
+    notes = recorder.of("Resumed")[0]["differences"]
+    assert f"processes: {count} in the checkpoint, 1 now (exact draws, rounding differs)" in notes
+    assert losses_of(run_dir) == pytest.approx(losses_of(whole.run_dir), rel=1e-6)
+    assert whole.lora is not None
+    assert result.lora is not None
+    found, wanted = load_file(result.lora), load_file(whole.lora)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,222 @@
+"""What a checkpoint must hold: leaving out any one item is noticed; and which settings may differ afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_setup import small_config
+
+from trainer_core.assemble import Assembly, assemble
+from trainer_core.build import create_run
+from trainer_core.checkpoints.snapshot import SnapshotPool
+from trainer_core.checkpoints.state import RunState
+from trainer_core.config import TrainConfig
+from trainer_core.config_io import from_dict, to_dict
+from trainer_core.events import EventBus
+from trainer_core.resume import put_back, setting_differences
+from trainer_core.runs.database import RunDatabase
+from trainer_core.runs.protocol import Commands
+
+BEFORE, AFTER = 3, 4
+
+
+class Noticed:
+    """Stands for the health engine: a keeper whose state is a function of the steps it saw."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = int(state["seen"])
+
+
+@dataclass
+class Outcome:
+    """What a run ends with, compared item by item."""
+
+    weights: dict[str, torch.Tensor]
+    ema: dict[str, torch.Tensor]
+    losses: list[float]
+    scaler: dict[str, Any]
+    counters: dict[str, Any]
+    health: dict[str, Any]
+    validation: list[dict[str, Any]]
+
+    def differing(self, other: Outcome) -> set[str]:
+        found = {
+            name
+            for name in ("losses", "scaler", "counters", "health", "validation")
+            if getattr(self, name) != getattr(other, name)
+        }
+        for name in ("weights", "ema"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if any(not torch.equal(value, theirs[key]) for key, value in mine.items()):
+                found.add(name)
+        return found
+
+
+class Laboratory:
+    """One assembled run that is put back to any state and trained on from there."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.trainer, self.session = assembly.trainer, assembly.session
+        self.keeper = Noticed()
+        self.trainer.keepers["health"] = self.keeper
+        self.losses: list[float] = []
+        self.trainer.bus.subscribe(self._listen)
+        self.fresh = self.capture()
+
+    def _listen(self, wire: dict[str, Any]) -> None:
+        if wire["type"] == "StepFinished":
+            self.losses.append(wire["data"]["loss"])
+
+    def capture(self) -> RunState:
+        return SnapshotPool(0).take(self.session.capture(), self.trainer.state.step)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.trainer.train_step()
+            self.keeper.seen += 1
+            step = self.trainer.state.step
+            self.session.validation_history.append({"step": step, "mean": 1.0 / step, "bands": []})
+
+    def go_on(self, state: RunState) -> Outcome:
+        """Put back `state`, train, and tell how it ended."""
+        put_back(state, self.session, self.trainer)
+        self.losses.clear()
+        self.train(AFTER)
+        ema = self.trainer.parts.live.ema
+        assert ema is not None
+        counters = self.trainer.state.to_dict()
+        return Outcome(
+            weights=self.trainer.parts.network.state_dict(),
+            ema={name: value.clone() for name, value in ema.averages.items()},
+            losses=list(self.losses),
+            scaler=deepcopy(self.trainer.parts.precision.state_dict()),
+            counters={name: value for name, value in counters.items() if name != "seconds"},
+            health=self.keeper.state_dict(),
+            validation=deepcopy(self.session.validation_history),
+        )
+
+
+@contextmanager
+def assembled(config: TrainConfig) -> Iterator[Assembly]:
+    folder = create_run(config)
+    with folder.lock(), RunDatabase(folder.database_path) as database:
+        stored = folder.read_config()
+        resolved = from_dict(stored["config"])
+        assembly = assemble(folder, stored, resolved, bus=EventBus("test"), commands=Commands(), database=database)
+        assert assembly is not None
+        yield assembly
+
+
+def without(state: RunState, fresh: RunState, item: str) -> RunState:
+    """`state` with one item as it is in a run that has not begun."""
+    scalars = deepcopy(state.scalars)
+    adapter, optimizer = dict(state.adapter), dict(state.optimizer)
+    ema = [name for name in optimizer if name.startswith("ema:")]
+    if item == "adapter":
+        adapter = dict(fresh.adapter)
+    elif item == "optimizer":
+        optimizer = {name: optimizer[name] for name in ema}
+        scalars["optimizer"] = deepcopy(fresh.scalars["optimizer"])
+    elif item == "ema":
+        optimizer |= {name: fresh.optimizer[name] for name in ema}
+    elif item in ("step", "applied", "attempt"):
+        scalars["counters"][item] = 1 if item == "attempt" else fresh.scalars["counters"][item]
+    else:
+        scalars[item] = deepcopy(fresh.scalars[item])
+    return RunState(adapter, optimizer, scalars, state.step)
+
+
+def test_resume_ablation_every_item_left_out_is_noticed(micro_model: Path, pictures: Path, tmp_path: Path) -> None:
+    """Section 21's oracle: nothing left out is bit-equal; each item left out shows where it must."""
+    config = small_config(
+        micro_model,
+        pictures,
+        tmp_path,
+        lora={"dropout": 0.1},
+        optimizer={"learning_rate": 1e-3, "ema_decay": 0.9, "te1_lr": 0.0, "te2_lr": 0.0},
+        schedule={"type": "linear", "warmup_steps": 4},
+        precision={"compute": "fp16", "initial_loss_scale": 64.0, "loss_scale_growth_interval": 5},
+        run={"max_train_steps": 20},
+    )
+    with assembled(config) as assembly:
+        laboratory = Laboratory(assembly)
+        laboratory.train(BEFORE)
+        state = laboratory.capture()
+        whole = laboratory.go_on(state)
+        assert whole.differing(laboratory.go_on(state)) == set()
+        expected = {
+            "adapter": "weights", "optimizer": "weights", "step": "losses", "applied": "weights",
+            "attempt": "losses", "ema": "ema", "ema_updates": "ema", "scaler": "scaler", "health": "health",
+            "validation": "validation",
+        }  # fmt: skip
+        for item, shown in expected.items():
+            found = whole.differing(laboratory.go_on(without(state, laboratory.fresh, item)))
+            assert shown in found, f"{item} left out: only {found} differ"
+        # These three are seen by nothing but themselves, so a test that compares weights alone misses them.
+        for item, alone in (("ema", "ema"), ("scaler", "scaler"), ("health", "health")):
+            assert whole.differing(laboratory.go_on(without(state, laboratory.fresh, item))) == {alone}
+
+
+def _changed(path: str, value: Any) -> Callable[[TrainConfig], TrainConfig]:
+    section, name = path.split(".")
+    return lambda config: replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("optimizer.learning_rate", 5e-5),
+        ("run.max_train_steps", 99),
+        ("checkpoint.every_steps", 7),
+        ("checkpoint.every_minutes", 1.0),
+        ("checkpoint.lora_every_steps", 7),
+        ("preview.every_steps", 7),
+        ("dataset.workers", 4),
+        ("memory.micro_batch", 1),
+    ],
+)
+def test_settings_that_may_change_are_logged(path: str, value: Any) -> None:
+    before = TrainConfig()
+    bound, free = setting_differences(to_dict(before), _changed(path, value)(before))
+    assert bound == []
+    assert len(free) == 1
+    assert free[0].startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("lora.rank", 8),
+        ("lora.alpha", 2.0),
+        ("lora.dropout", 0.5),
+        ("optimizer.type", "lion"),
+        ("optimizer.ema_decay", 0.9),
+        ("optimizer.weight_decay", 0.5),
+        ("dataset.batch_size", 3),
+        ("dataset.resolution", (512, 512)),
+        ("gradient.accumulation", 3),
+        ("objective.min_snr_gamma", 5.0),
+        ("run.seed", 5),
+        ("validation.split", 0.5),
+    ],
+)
+def test_settings_that_must_not_change_are_named(path: str, value: Any) -> None:
+    before = TrainConfig()
+    bound, free = setting_differences(to_dict(before), _changed(path, value)(before))
+    assert free == []
+    assert len(bound) == 1
+    assert bound[0].startswith(f"{path}: ")
+    assert "in the checkpoint" in bound[0]
