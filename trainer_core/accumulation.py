@@ -70,6 +70,8 @@ class Accumulation:
         self.ladder = ladder or MemoryLadder()
         self._context = context or self.ladder.context
         self.reduction = reduction
+        self.pieces = 0
+        """Forwards that made up the last step here."""
 
     def measure(self, work: StepWork) -> StepReading | None:
         """`run`, then the step's one read from the device; None when asked to stop.
@@ -128,6 +130,7 @@ class Accumulation:
     def _attempt(self, work: StepWork) -> _Try:
         """One pass. What it holds of a failed forward is gone when this returns."""
         now: tuple[int, Area] = (0, (0, 0))
+        self.pieces = 0
         try:
             for refs in self._own(work):
                 area = self._area(refs)
@@ -135,6 +138,7 @@ class Accumulation:
                     if self._should_stop():
                         return _Try(stopped=True)
                     now = len(piece), area
+                    self.pieces += 1
                     with self._context():
                         loss_B = self._compute_loss(work.epoch, piece)
                     self._precision.backward(loss_B, work.divisor)

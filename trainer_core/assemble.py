@@ -32,7 +32,7 @@ from .draws import Draws
 from .errors import ConfigError, Problem
 from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
 from .export import Exporter
-from .health.engine import HealthEngine
+from .health.engine import health_of
 from .memory.before_loading import check_need
 from .memory.run_memory import memory_of
 from .models import SDXLModel, inspect_model, load_sdxl
@@ -308,9 +308,7 @@ class _Assembler:
         )
         session.trainer = trainer
         if config.health.enabled:
-            trainer.health = trainer.keepers["health"] = HealthEngine(
-                trainer, record_rows=self.database.add_health, folder=self.folder.path
-            )
+            trainer.health = trainer.keepers["health"] = health_of(trainer, self.database, self.folder.path)
         return session, trainer
 
     def _validation(

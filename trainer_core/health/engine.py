@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ..optim.clipping import Clip
     from ..optim.precision import StepVerdict
     from ..optim.reading import StepReading
+    from ..runs.database import RunDatabase
     from ..step_work import StepWork
     from ..trainer import Trainer
 
@@ -119,7 +120,7 @@ class HealthEngine:
         findings = self._changed_types()
         if record.was_applied:
             if self.fires is not None:
-                findings += self.fires.look(len(work.batches), self.allowed | self.expected_frozen)
+                findings += self.fires.look(self.trainer.accumulation.pieces, self.allowed | self.expected_frozen)
             findings += self.connections.look(record, self.expected_frozen, explained)
             norm_findings = self.norms.look(record)
             self._speak(record.step, (*FAST_VERDICTS, "EXPLODING"), findings + norm_findings)
@@ -308,6 +309,13 @@ class HealthEngine:
         has_ladder = trainer.config.safety.ladder and trainer.recover != trainer.halt
         if self.config.act and has_ladder and trainer.guard.trigger is None:
             trainer.ask_for_recovery(Trigger("EXPLODING", text, step))
+
+
+def health_of(trainer: Trainer, database: RunDatabase | None, folder: Path) -> HealthEngine:
+    """The engine of a run; a process without a record (not the first of several) keeps nothing on disk."""
+    if database is None:
+        return HealthEngine(trainer)
+    return HealthEngine(trainer, record_rows=database.add_health, folder=folder)
 
 
 def _layers(trainer: Trainer) -> dict[str, int]:
