@@ -125,6 +125,7 @@ class LatentCache:
         self.kohya_cache = dataset.kohya_cache
         self.foreign_refused = Told()
         self._foreign: set[str] = set()
+        self._looked_at: set[str] = set()
         self._makers: dict[tuple[object, ...], DigestMaker] = {}
         self._ram: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._ram_bytes = 0
@@ -261,6 +262,9 @@ class LatentCache:
     def _find_foreign(self, items: Sequence[Item]) -> None:
         """Note pictures whose sd-scripts cache is valid, and which one is there but is not."""
         for item in items:
+            if item.source in self._looked_at:
+                continue
+            self._looked_at.add(item.source)
             found = read_kohya_latents(item)
             if not isinstance(found, str):
                 self._foreign.add(item.source)

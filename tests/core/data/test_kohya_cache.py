@@ -84,6 +84,7 @@ def test_cache_uses_a_valid_one_and_encodes_the_others(item: Item, tmp_path: Pat
     again = LatentCache(tmp_path / "cache", vae, "v", DatasetConfig(workers=0, kohya_cache="read"))
     assert cache.notes() == ["sd-scripts' latents (.npz) are used for 1 picture; which VAE made them cannot be told"]
     assert again.ensure([item]) == 1
+    assert again.ensure([item]) == 0  # asked for twice, as when measured pictures are trained too: told once
     (note,) = again.notes()
     assert "a b.png (its latents are (4, 8, 8), this bucket needs (4, 9, 7))" in note
     assert note.endswith("encoded anew")
