@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
-
 def health(words: Sequence[str]) -> int:
     """`health RUN`: the table of the newest full measurement and the open verdicts."""
     from .errors import CheckpointError
@@ -20,7 +19,9 @@ def health(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="safe-scaler health", description=health.__doc__)
     parser.add_argument("run", help="the run folder")
     parser.add_argument("--json", action="store_true", help="every measurement as JSON lines")
-    parser.add_argument("--ring", action="store_true", help="the last steps from the flight recorder, also after a crash")
+    parser.add_argument(
+        "--ring", action="store_true", help="the last steps from the flight recorder, also after a crash"
+    )
     asked = parser.parse_args(list(words))
     folder = RunFolder(Path(asked.run))
     if asked.ring:
@@ -30,7 +31,9 @@ def health(words: Sequence[str]) -> int:
         rows = record.health()
         verdicts = record.events("Verdict")
     if not rows:
-        raise CheckpointError(f"The run {folder.path} holds no health figures: it has not begun, or health.enabled is off.")
+        raise CheckpointError(
+            f"The run {folder.path} holds no health figures: it has not begun, or health.enabled is off."
+        )
     if asked.json:
         for row in rows:
             print(json.dumps(row))

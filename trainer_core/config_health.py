@@ -1,7 +1,7 @@
 """Config section of gradient health: what is measured, when a verdict is spoken, and what follows from it.
 
-Thresholds are those of docs/gradient_health.md. They are upper bounds: after `learn_steps` steps a run uses percentiles of
-its own beginning where these are stricter.
+Thresholds are those of docs/gradient_health.md. They are upper bounds: after `learn_steps` steps a run uses percentiles
+of its own beginning where these are stricter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ STOPPABLE = (
     "IMBALANCED",
     "COLLAPSING",
 )
-"""Verdicts that may end a run (`health.stop_on`). The others belong to the safe scaler and its ladder, or to clipping."""
+"""Verdicts that may end a run (`health.stop_on`). The others belong to the safe scaler and its ladder, or to
+clipping.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,11 @@ class HealthConfig:
     )
     rms_alarm: float = option(8.0, "the same from which it means EXPLODING", min=1.0, advanced=True)
     zero_share: float = option(
-        0.5, "a tensor's gradient vanishes when more than this share of it is exactly 0", min=0.01, max=1.0, advanced=True
+        0.5,
+        "a tensor's gradient vanishes when more than this share of it is exactly 0",
+        min=0.01,
+        max=1.0,
+        advanced=True,
     )
     vanishing_tensors: float = option(
         0.1, "share of the UNet's tensors that must vanish for VANISHING", min=0.001, max=1.0, advanced=True
@@ -87,19 +93,26 @@ class HealthConfig:
     stop_on: tuple[str, ...] = option((), "verdicts that end the run, by name", advanced=True)
     act: bool = option(True, "EXPLODING starts the escalation ladder (safety.ladder)", advanced=True)
     fire_counters: bool = option(
-        False, "count how often every tensor gets a gradient, to tell which micro-batch gave none (slower)", advanced=True
+        False,
+        "count how often every tensor gets a gradient, to tell which micro-batch gave none (slower)",
+        advanced=True,
     )
     range_every: int = option(
         100, "steps between looks at how much of fp16's range the gradients use; 0 = never", min=0, advanced=True
     )
     headroom_every: int = option(
-        0, "steps between looks at how far the activations are from fp16's largest number; 0 = never", min=0, advanced=True
+        0,
+        "steps between looks at how far the activations are from fp16's largest number; 0 = never",
+        min=0,
+        advanced=True,
     )
     ring_steps: int = option(
-        4096, "steps that the flight recorder keeps (readable after a crash); 0 = none", min=0, max=1_000_000, advanced=True
+        4096,
+        "steps that the flight recorder keeps (readable after a crash); 0 = none",
+        min=0,
+        max=1_000_000,
+        advanced=True,
     )
-    prometheus_port: int = option(
-        0, "port on this machine for Prometheus; 0 = off", min=0, max=65535, advanced=True
-    )
+    prometheus_port: int = option(0, "port on this machine for Prometheus; 0 = off", min=0, max=65535, advanced=True)
     tensorboard: bool = option(False, "write TensorBoard files into the run folder", advanced=True)
     export_json: bool = option(False, "write health.json into the run folder at every full measurement", advanced=True)

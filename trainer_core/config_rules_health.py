@@ -35,7 +35,7 @@ def _thresholds(config: TrainConfig) -> Found:
         why = f"is above health.rms_alarm = {health.rms_alarm:g}: the alarm would come before the warning"
         yield Problem("health.rms_warn", health.rms_warn, why, "Write 4 and 8, or any two in this order.")
     if health.slow_every_early > health.slow_every:
-        why = f"is above health.slow_every = {health.slow_every}: the beginning would be measured less often than the rest"
+        why = f"is above health.slow_every = {health.slow_every}: the beginning would be measured less than the rest"
         yield Problem("health.slow_every_early", health.slow_every_early, why, "Write 10 and 50, or both the same.")
     if 0 < health.ring_steps < 64:
         why = "is too short to tell anything after a crash"

@@ -53,6 +53,4 @@ def slow(tensors: dict[str, Tensor], step: int = 10, age: float = 10.0, **change
 
 def changed(record: SlowRecord, names: list[str], **values: Any) -> SlowRecord:
     """`record` with other numbers for some tensors."""
-    return replace(
-        record, tensors={n: replace(s, **values) if n in names else s for n, s in record.tensors.items()}
-    )
+    return replace(record, tensors={n: replace(s, **values) if n in names else s for n, s in record.tensors.items()})

@@ -1,4 +1,6 @@
-"""`safe-scaler drill [FAULT...]`: put faults into a toy run, or yours, and show what is noticed, when, and what follows."""
+"""`safe-scaler drill [FAULT...]`: put faults into a toy run, or yours, and show what is noticed, when, and what
+follows.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ class Lookalike:
 
 
 LOOKALIKES: tuple[Lookalike, ...] = (
-    Lookalike("fresh-adapter", "H1", "lora_up begins at 0, so lora_down has no gradient at first", sections=FROZEN_ENCODERS),
+    Lookalike("fresh-adapter", "H1", "lora_up begins at 0, so lora_down has no gradient at first",
+              sections=FROZEN_ENCODERS),
     Lookalike("warm-up-cosine", "H2", "the rate begins at 0 and ends near 0",
               sections={**FROZEN_ENCODERS, "schedule": {"type": "cosine", "warmup_steps": 20}}),
     Lookalike("encoders-trained", "H3", "text encoder 1's last layer never gets a gradient"),
@@ -100,10 +101,12 @@ LOOKALIKES: tuple[Lookalike, ...] = (
     Lookalike("tiny-loss", "H5", "the loss is weighted with 1e-5", inject.tiny_loss, FROZEN_ENCODERS),
     Lookalike("accumulation", "H6", "four micro-batches a step",
               sections={**FROZEN_ENCODERS, "gradient": {"accumulation": 4}, "dataset": {"batch_size": 1}}),
-    Lookalike("scale-search", "C1", "fp16 looks for its loss scale: five overflows", inject.first_overflows, FROZEN_ENCODERS),
+    Lookalike("scale-search", "C1", "fp16 looks for its loss scale: five overflows", inject.first_overflows,
+              FROZEN_ENCODERS),
     Lookalike("batch-1-min-snr", "C2", "batch 1 with min-SNR weights: noisy norms",
               sections={**FROZEN_ENCODERS, "dataset": {"batch_size": 1}, "objective": {"min_snr_gamma": 5.0}}),
-    Lookalike("harmless-clamp", "C3", "adapter outputs are clamped at 16", sections={**FROZEN_ENCODERS, "lora": {"clamp": 16.0}}),
+    Lookalike("harmless-clamp", "C3", "adapter outputs are clamped at 16",
+              sections={**FROZEN_ENCODERS, "lora": {"clamp": 16.0}}),
 )  # fmt: skip
 
 

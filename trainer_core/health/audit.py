@@ -1,8 +1,8 @@
 """Before the first step: does a gradient reach everything that is trained, and does the optimizer hold it?
 
 One forward and backward through the trainer's own path, with every tensor that is still 0 (lora_up) set to small keyed
-numbers, so that both factors of every adapter must get a gradient: a zero or missing one is a fault and no matter of the
-beginning. Weights, gradients, modes and random streams are put back bit for bit.
+numbers, so that both factors of every adapter must get a gradient: a zero or missing one is a fault and no matter of
+the beginning. Weights, gradients, modes and random streams are put back bit for bit.
 """
 
 from __future__ import annotations

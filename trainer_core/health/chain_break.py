@@ -1,8 +1,8 @@
 """Where a chain of gradients is cut: the first module whose input needs a gradient and whose output does not.
 
-A module also counts as one whose output must need a gradient when an adapter that is trained sits inside it. Modules that
-run with gradients switched off (no_grad, or the forward pass of a reentrant checkpoint) are reported as the outermost such
-module. Hooks on every module: for diagnosis, not for training.
+A module also counts as one whose output must need a gradient when an adapter that is trained sits inside it. Modules
+that run with gradients switched off (no_grad, or the forward pass of a reentrant checkpoint) are reported as the
+outermost such module. Hooks on every module: for diagnosis, not for training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _REENTRANT = "None of the inputs have requires_grad=True"
 
 @dataclass(frozen=True)
 class Break:
-    """`module`: its path, with the part in front; `cause`: what happened there, in words; `kind`: off, cut, reentrant."""
+    """`module`: its path, with the part in front; `cause`: what happened there, in words; `kind`: off, cut,
+    reentrant.
+    """
 
     module: str
     cause: str
@@ -53,8 +55,8 @@ class Chain:
         if off is not None:
             if self.reentrant:
                 text = (
-                    f"{off.module} runs inside a reentrant checkpoint whose inputs need no gradient, so nothing in it gets "
-                    "one; use_reentrant=False has no such limit"
+                    f"{off.module} runs inside a reentrant checkpoint whose inputs need no gradient, so nothing in it "
+                    "gets one; use_reentrant=False has no such limit"
                 )
                 return Break(off.module, text, "reentrant")
             return Break(off.module, f"{off.module} is computed with gradients switched off", "off")
@@ -75,7 +77,10 @@ class Chain:
 def watch_chain(model: SDXLModel, live: Mapping[str, torch.nn.Parameter]) -> Iterator[Chain]:
     """Record every module's call inside the block. `live`: the trained tensors."""
     adapted = frozenset(
-        f"{part}.{path}" for part, root in model.parts.items() for path, module in root.named_modules() if _adapter(module)
+        f"{part}.{path}"
+        for part, root in model.parts.items()
+        for path, module in root.named_modules()
+        if _adapter(module)
     )
     chain = Chain(adapted)
     handles: list[Any] = []

@@ -1,8 +1,8 @@
 """How much of fp16's range the gradients use, by module group, from counts of binary exponents.
 
 H+ = log2(65504 / (S amax)): bits of headroom. H- = log2(S q / 2^-24) with q the 0.1 % quantile of |g|: bits above the
-smallest number. Recommended scale: 2^floor(log2(65504 / amax) - 2). A group that has neither headroom nor room below has no
-scale that fits: fp16 does not suit it, bf16 (fp32's exponents) does. Micikevicius et al. 2018, section 3.2.
+smallest number. Recommended scale: 2^floor(log2(65504 / amax) - 2). A group that has neither headroom nor room below
+has no scale that fits: fp16 does not suit it, bf16 (fp32's exponents) does. Micikevicius et al. 2018, section 3.2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _MOST_SCALE = 2.0**24
 @dataclass(frozen=True)
 class GroupRange:
     """Range of one group's gradients. `headroom`, `floor_room` in bits at the scale `loss_scale`; `flushed` and
-    `subnormal`: shares of elements that fp16 would make 0, or keep with fewer digits; `zero`: shares that are 0 already.
+    `subnormal`: shares of elements that fp16 would make 0, or keep with fewer digits; `zero`: shares that are 0
+    already.
 
     `best_scale`: the largest power of two that leaves two bits of headroom. `suits_fp16`: whether some scale fits.
     """

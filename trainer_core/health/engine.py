@@ -1,7 +1,7 @@
 """Gradient health of a run: a fast record of every step, a full measurement of some, and what follows from them.
 
-`observe` is called once after every decided step. It works on what the step's one reading brought, so it reads nothing from
-the device; the full measurements are copied without waiting and looked at one step later.
+`observe` is called once after every decided step. It works on what the step's one reading brought, so it reads nothing
+from the device; the full measurements are copied without waiting and looked at one step later.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class HealthEngine:
         """Look whether everything that is trained learns, mend what can be mended, and tell; None when it is off.
 
         Raises:
-            HealthError: something does not learn and cannot be mended (with `health.audit = "repair"`), or a text encoder
-                that is to be trained is not reached (always).
+            HealthError: something does not learn and cannot be mended (with `health.audit = "repair"`), or a text
+                encoder that is to be trained is not reached (always).
         """
         if self.config.audit == "off":
             return None

@@ -60,8 +60,8 @@ class Streaks:
 class Thresholds:
     """The document's thresholds, made stricter by what the run's own first steps looked like.
 
-    A learnt value is a percentile of the beginning times a margin, never above the config's value and never below half of
-    it: a quiet run notices smaller faults, a noisy one is judged by the fixed values.
+    A learnt value is a percentile of the beginning times a margin, never above the config's value and never below half
+    of it: a quiet run notices smaller faults, a noisy one is judged by the fixed values.
     """
 
     def __init__(self, config: HealthConfig) -> None:

@@ -18,9 +18,9 @@ class FastRecord:
     """One decided step, from what the step's single reading brought. Norms are of unscaled gradients before clipping.
 
     `outcome`: "applied" or the class of the rejected step. `norms`: gradient norm by parameter name; a name that is
-    missing had no gradient. `clip`: what the gradients were multiplied by. `zero_rate`: tensors whose learning rate is 0
-    where the schedule says it is not; `not_trainable`: tensors with requires_grad off. `captions_dropped`: every caption of
-    the step was empty.
+    missing had no gradient. `clip`: what the gradients were multiplied by. `zero_rate`: tensors whose learning rate is
+    0 where the schedule says it is not; `not_trainable`: tensors with requires_grad off. `captions_dropped`: every
+    caption of the step was empty.
     """
 
     step: int
@@ -49,9 +49,9 @@ class TensorSample:
 
     `zero`: share of gradient elements that are exactly 0; `changed`: share of elements that the update changed; `grad`,
     `weight`, `update`: norms (gradient unscaled, before clipping); `amax`: largest absolute gradient. `rms` and
-    `consistency`: RMS of g / sqrt(v) (Wortsman et al. 2023) and sum m^2 / sum v, bias-corrected, NaN where the optimizer
-    keeps no such moments; `spread`: participation ratio (sum u^2)^2 / (n sum u^4) of the update; `age`: updates that the
-    optimizer has counted for it, NaN when it keeps no state.
+    `consistency`: RMS of g / sqrt(v) (Wortsman et al. 2023) and sum m^2 / sum v, bias-corrected, NaN where the
+    optimizer keeps no such moments; `spread`: participation ratio (sum u^2)^2 / (n sum u^4) of the update; `age`:
+    updates that the optimizer has counted for it, NaN when it keeps no state.
     """
 
     has_gradient: bool

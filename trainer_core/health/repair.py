@@ -1,7 +1,9 @@
-"""Mending what the audit found, rung by rung, each tried once and looked at again. Never trains more than was asked for.
+"""Mending what the audit found, rung by rung, each tried once and looked at again. Never trains more than was asked
+for.
 
-requires_grad on -> fp32 weights -> the optimizer's groups hold the live tensors -> no reentrant checkpointing -> nothing
-compiled -> text encoders are run instead of read from a cache. What is still broken then is an error with names.
+requires_grad on -> fp32 weights -> the optimizer's groups hold the live tensors -> no reentrant checkpointing ->
+nothing compiled -> text encoders are run instead of read from a cache. What is still broken then is an error with
+names.
 """
 
 from __future__ import annotations
@@ -155,4 +157,3 @@ _RUNGS: tuple[Callable[[Any, AuditReport], str], ...] = (
     _no_compile,
     _run_encoders,
 )
-

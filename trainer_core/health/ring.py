@@ -1,8 +1,8 @@
 """The flight recorder: the last steps in a memory-mapped file that can be read after the process was killed.
 
 Layout: 16 bytes (magic, version, length of the header), a JSON header (tensor names, losses a step, slots), padding to
-4096, then the slots. One writer. A slot's sequence number is odd while it is written, so a torn slot is recognised; what
-was written is in the page cache and outlives the process, whatever ends it.
+4096, then the slots. One writer. A slot's sequence number is odd while it is written, so a torn slot is recognised;
+what was written is in the page cache and outlives the process, whatever ends it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Full measurements around one update, on the device, read one step late.
 
-The optimizer's own hooks call `before` and `after` its update, so the weights are seen on both sides of it and gradients
-are those that were used. Of every tensor a fixed sample of at most 4096 elements is taken: columns of lora_down and rows of
-lora_up, so that the r x r Grams of both are estimated by the same factor, which cancels in their quotient. Tensors of one
-sample shape are stacked, and everything is a few dozen kernels whatever the number of adapters.
+The optimizer's own hooks call `before` and `after` its update, so the weights are seen on both sides of it and
+gradients are those that were used. Of every tensor a fixed sample of at most 4096 elements is taken: columns of
+lora_down and rows of lora_up, so that the r x r Grams of both are estimated by the same factor, which cancels in their
+quotient. Tensors of one sample shape are stacked, and everything is a few dozen kernels whatever the number of
+adapters.
 
 RMS: Wortsman et al. 2023 (StableAdamW). Consistency: sum m^2 / sum v, between (1 - b1) / (1 + b1) for noise and 1.
 """
@@ -53,7 +54,9 @@ class _Pending:
 
 
 class UpdateProbe:
-    """Measures updates of `optimizer` when `due` is set. `live`: the network's own tensors, whatever the optimizer holds."""
+    """Measures updates of `optimizer` when `due` is set. `live`: the network's own tensors, whatever the optimizer
+    holds.
+    """
 
     def __init__(self, live: Live, optimizer: torch.optim.Optimizer) -> None:
         self.live = live
@@ -90,7 +93,9 @@ class UpdateProbe:
             self._fresh = None
 
     def ready(self, *, everything: bool = False) -> Iterator[tuple[FastRecord, SlowRecord]]:
-        """Measurements that have arrived on the host, oldest first, each once; `everything` waits for the others too."""
+        """Measurements that have arrived on the host, oldest first, each once; `everything` waits for the others
+        too.
+        """
         while self._bound:
             record, pending = self._bound[0]
             if pending.ready is not None:
@@ -192,12 +197,15 @@ class UpdateProbe:
         steps = [state.get("step") for state in states]
         if any(step is None for step in steps):
             return like.new_tensor([math.nan if step is None else float(step) for step in steps])
-        if all(isinstance(step, torch.Tensor) for step in steps):
-            return torch.stack([step.float().reshape(()) for step in steps]).to(like.device, non_blocking=True)  # type: ignore[union-attr]
-        return like.new_tensor([float(step) for step in steps])  # type: ignore[arg-type]
+        counted = [step for step in steps if isinstance(step, torch.Tensor)]
+        if len(counted) == len(steps):
+            return torch.stack([step.float().reshape(()) for step in counted]).to(like.device, non_blocking=True)
+        return like.new_tensor([float(step) for step in steps if step is not None])
 
     def _quotients(self, stacks: list[_Stack]) -> tuple[list[str], list[torch.Tensor]]:
-        """Modules with lora_down and lora_up, and (||dB A||^2, ||B dA||^2) of each as (modules, 2), up to one factor."""
+        """Modules with lora_down and lora_up, and (||dB A||^2, ||B dA||^2) of each as (modules, 2), up to one
+        factor.
+        """
         where = {place: (number, row) for number, stack in enumerate(stacks) for row, place in enumerate(stack.places)}
         sides: dict[str, dict[str, tuple[int, int]]] = {}
         for place, (tensor, _) in enumerate(self.live):

@@ -1,4 +1,6 @@
-"""The check before the first step on the micro toy: it names exactly what is broken, mends it, and changes nothing else."""
+"""The check before the first step on the micro toy: it names exactly what is broken, mends it, and changes nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,7 @@ from trainer_core.runs.protocol import Commands
 
 
 @pytest.fixture(scope="module")
-def site(
-    micro_model: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SimpleNamespace]:
+def site(micro_model: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """One assembled run of the UNet's attention and text encoder 1; every test undoes what it breaks."""
     config = small_config(
         micro_model,
@@ -43,9 +43,7 @@ def site(
     bus = EventBus(run_id="audit")
     bus.subscribe(events.append)
     with RunDatabase(folder.database_path) as database:
-        made = assemble(
-            folder, stored, from_dict(stored["config"]), bus=bus, commands=Commands(), database=database
-        )
+        made = assemble(folder, stored, from_dict(stored["config"]), bus=bus, commands=Commands(), database=database)
         assert made is not None
         trainer = made.trainer
         assert trainer.health is not None
@@ -145,7 +143,9 @@ def test_a_block_computed_without_gradients_is_found_by_name(site: SimpleNamespa
 
 def test_a_rate_of_zero_for_lora_up_is_told(site: SimpleNamespace) -> None:
     optimizer = site.trainer.parts.optimizer
-    before = [{**group, "params": list(group["params"]), "names": list(group["names"])} for group in optimizer.param_groups]
+    before = [
+        {**group, "params": list(group["params"]), "names": list(group["names"])} for group in optimizer.param_groups
+    ]
     inject.b_rate_zero(site.plant)
     report = look(site)
     optimizer.param_groups[:] = before

@@ -187,7 +187,9 @@ def test_a_rate_near_zero_at_the_end_of_a_schedule_is_not_stale() -> None:
 
 
 def test_lora_up_that_stays_zero_is_imbalanced_and_lora_down_is_not_blamed() -> None:
-    record = changed(changed(slow(TENSORS), UP, weight=0.0, update=0.0, rate=0.0, changed=0.0), DOWN, zero=1.0, grad=0.0)
+    record = changed(
+        changed(slow(TENSORS), UP, weight=0.0, update=0.0, rate=0.0, changed=0.0), DOWN, zero=1.0, grad=0.0
+    )
     step = fast(TENSORS, zero_rate=frozenset(UP))
     found = looks(2, record, step)
     assert [(f.kind, f.cause, set(f.tensors)) for f in found] == [("IMBALANCED", "b rate", set(UP))]
@@ -253,7 +255,8 @@ def test_ignored_verdicts_are_not_spoken_and_state_goes_through_json() -> None:
 
 def test_every_sentence_can_be_made_and_gives_two_things_to_try() -> None:
     numbers = dict.fromkeys(
-        ("tensors", "spikes", "norm", "times", "rms", "share", "changed", "q", "slope", "before", "now", "micro_batch"), 2.0
+        ("tensors", "spikes", "norm", "times", "rms", "share", "changed", "q", "slope", "before", "now", "micro_batch"),
+        2.0,
     )
     for (kind, cause), (_, _, fix) in _TEXTS.items():
         text = sentence(Finding(kind, "down1.cross", (UP[0],), cause, numbers=numbers))
