@@ -81,7 +81,7 @@ def _from_checkpoint(
     newest = core.newest_good(source.checkpoints)
     in_place = newest is not None and newest.name == resume.checkpoint and state != "finished"
     if in_place:
-        core.change_run(source.path, lambda _: config)
+        core.change_run(source.path, lambda _: config, light=True)
         note = f"Exact resume of run {source.run_id} from {resume.checkpoint}.{changed}"
         return ChosenRun(source, note)
     note = f"Exact resume from {resume.checkpoint} of run {source.run_id}, in a new run; the old one stays.{changed}"
@@ -97,6 +97,7 @@ def _create(config: core.TrainConfig, notes: list[str], extra: dict[str, Any]) -
         lora_dir=host.loras_folder(),
         lora_stem=free_stem(config.run.output_name, host.loras_folder()),
         extra=extra,
+        light=True,
     )
 
 

@@ -16,11 +16,15 @@ from .config_rules_training import weight_problems
 from .errors import AdapterError, ConfigError, ModelFileError, Problem
 
 
-def preflight(config: TrainConfig, known_bad: Collection[str] = ()) -> list[Problem]:
-    """Problems of the files and the machine. Settings in `known_bad` (`section.field`) are not looked at again."""
+def preflight(config: TrainConfig, known_bad: Collection[str] = (), *, light: bool = False) -> list[Problem]:
+    """Problems of the files and the machine. Settings in `known_bad` (`section.field`) are not looked at again.
+
+    `light`: without the checks that build a model's layers, for a host (ComfyUI) that must not have diffusers and peft
+    in its process. The run itself meets those problems when it starts.
+    """
     found: list[Problem] = []
     for keys, check in _CHECKS:
-        if not keys & set(known_bad):
+        if not keys & set(known_bad) and not (light and check in _HEAVY):
             found.extend(check(config))
     return found
 
@@ -91,3 +95,5 @@ _CHECKS: tuple[tuple[set[str], Callable[[TrainConfig], Iterator[Problem]]], ...]
     ({"dataset.cache_dir"}, _cache_folder),
     ({"run.device"}, _device),
 )
+
+_HEAVY = (_network,)

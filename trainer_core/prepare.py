@@ -29,19 +29,21 @@ def create_run(
     lora_dir: Path | None = None,
     lora_stem: str | None = None,
     extra: Mapping[str, Any] | None = None,
+    light: bool = False,
 ) -> RunFolder:
     """Check the config, make the run folder and write the frozen config into it. No model is loaded.
 
     An unset seed is drawn here, once, and stored. `lora_dir`, `lora_stem`: folder and name of the final LoRA; unset =
     the output folder and `run.output_name`.
-    `extra`: what a host keeps with the run, beside the config (it is no part of the config's hash).
+    `extra`: what a host keeps with the run, beside the config (it is no part of the config's hash). `light`: see
+    `preflight`.
 
     Raises:
         ConfigError: with all problems of the config.
         ResourceError: the output folder cannot be written.
     """
     asked = config_hash(to_dict(config))  # before the seed is drawn: the same request again must find this run
-    config = checked(config)
+    config = checked(config, light=light)
     output_dir = Path(config.run.output_dir).expanduser()
     check_writable(output_dir)
     run_id = new_run_id(datetime.now(timezone.utc))
@@ -64,17 +66,17 @@ def create_run(
     return folder
 
 
-def checked(config: TrainConfig) -> TrainConfig:
+def checked(config: TrainConfig, *, light: bool = False) -> TrainConfig:
     """`config` with a seed, when every rule holds here: the settings' own, and those of files and machine."""
     found = problems(config)
-    if found := [*found, *preflight(config, {problem.field for problem in found})]:
+    if found := [*found, *preflight(config, {problem.field for problem in found}, light=light)]:
         raise ConfigError(found)
     if config.run.seed is None:
         config = replace(config, run=replace(config.run, seed=secrets.randbelow(2**32)))
     return config
 
 
-def change_run(run_dir: str | Path, changes: Callable[[TrainConfig], TrainConfig]) -> None:
+def change_run(run_dir: str | Path, changes: Callable[[TrainConfig], TrainConfig], *, light: bool = False) -> None:
     """Write changed settings into a run, for its next start.
 
     Raises:
@@ -83,7 +85,7 @@ def change_run(run_dir: str | Path, changes: Callable[[TrainConfig], TrainConfig
     """
     folder = RunFolder(Path(run_dir))
     stored = folder.read_config()
-    config = checked(changes(from_dict(stored["config"])))
+    config = checked(changes(from_dict(stored["config"])), light=light)
     newest = newest_good(folder.checkpoints)
     if newest is not None:
         before = json.loads((newest.path / STATE).read_text(encoding="utf-8"))["scalars"]["config"]
