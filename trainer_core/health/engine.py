@@ -18,6 +18,7 @@ from ..events import Intervention, Verdict
 from ..optim.phases import Trigger
 from .alerts import Alerts, Transition
 from .audit import AuditReport, audit
+from .exporters import Exports
 from .facts import fast_record
 from .findings import Finding, Streaks, Thresholds
 from .fire_counters import FireCounters
@@ -89,6 +90,8 @@ class HealthEngine:
         self._watch_until = 0
         self._epoch = (-1, 0, 0, 0)
         self.ring = self._open_ring(folder)
+        self._exports = Exports(self.config, folder, trainer.bus)
+        self.listeners.append(self._exports.measured)
         self.probe = UpdateProbe(self._live(), trainer.parts.optimizer)
         self.probe.due = True
         unet = trainer.parts.model.unet
@@ -103,6 +106,7 @@ class HealthEngine:
         if self.ring is not None:
             self.ring.close()
             self.ring = None
+        self._exports.close()
 
     def observe(self, work: StepWork, reading: StepReading, verdict: StepVerdict, clip: Clip | None) -> None:
         """Take in a decided step. `clip`: how an applied one was clipped.
