@@ -1,7 +1,7 @@
 """Health figures for other programs: Prometheus on this machine only, TensorBoard files, one JSON file.
 
-The label set is bounded: `group`, `role`, `outcome`, `verdict`; never a tensor's name. Scrapes are answered by a thread that
-reads numbers the step has left behind, so they cost a step nothing.
+The label set is bounded: `group`, `role`, `outcome`, `verdict`; never a tensor's name. Scrapes are answered by a thread
+that reads numbers the step has left behind, so they cost a step nothing.
 """
 
 from __future__ import annotations
