@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 
 from .config_memory import MemoryConfig as MemoryConfig
+from .config_freezing import FreezingConfig as FreezingConfig
 from .config_health import HealthConfig as HealthConfig
 from .config_option import STEPS_OR_SHARE as STEPS_OR_SHARE
 from .config_option import option
@@ -309,6 +310,7 @@ class TrainConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     safety: SafetyConfig = field(default_factory=SafetyConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
+    freezing: FreezingConfig = field(default_factory=FreezingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
-from .config import TrainConfig
+from .config import PARTS, TrainConfig, trained_parts
 from .config_fields import did_you_mean
+from .config_freezing import parse_stop
 from .config_health import STOPPABLE, VERDICTS
 from .errors import Problem
 
@@ -58,4 +60,30 @@ def _contradictions(config: TrainConfig) -> Found:
             yield Problem(f"health.{field}", value, why, "Switch health.enabled on, or unset it.")
 
 
-HEALTH_RULES: tuple[Callable[[TrainConfig], Found], ...] = (_names, _thresholds, _contradictions)
+def _freezing(config: TrainConfig) -> Found:
+    freezing = config.freezing
+    for entry in freezing.stop_after:
+        fix = "Write TARGET:STEP or TARGET:SHARE, such as te1:0.3 or up0:500."
+        try:
+            target, _ = parse_stop(entry)
+        except ValueError:
+            yield Problem("freezing.stop_after", entry, "names no target and step", fix)
+            continue
+        if target in PARTS and target not in trained_parts(config):
+            yield Problem("freezing.stop_after", entry, f"{target} is not trained at all", "Take it out.")
+        elif target not in PARTS and not _TARGET.fullmatch(target):
+            known = (
+                "Targets are unet, te1, te2, down0 to down2, mid, up0 to up2, these also with .self .cross .ff .conv."
+            )
+            yield Problem("freezing.stop_after", entry, f"{target!r} is no part, block or group", known)
+    if freezing.rule != "off" and not config.health.enabled:
+        why = "needs the measurements of gradient health, and health.enabled is off"
+        yield Problem("freezing.rule", freezing.rule, why, "Switch health.enabled on.")
+    if freezing.stop_after and not config.health.enabled:
+        why = "is carried out by gradient health, and health.enabled is off"
+        yield Problem("freezing.stop_after", freezing.stop_after, why, "Switch health.enabled on.")
+
+
+_TARGET = re.compile(r"(?:(?:down|up)[0-2]|mid)(?:\.(?:self|cross|ff|proj|conv))?")
+
+HEALTH_RULES: tuple[Callable[[TrainConfig], Found], ...] = (_names, _thresholds, _contradictions, _freezing)

@@ -101,6 +101,8 @@ class Recovery:
         trainer.state.skipped += window
         if rung.name == RESET_OPTIMIZER:
             trainer.parts.optimizer.state.clear()
+            if trainer.health is not None:
+                trainer.health.optimizer_was_reset()
         self.ladder.history.append(Attempt(failed, back, rung.name, text, f"{trigger.reason} ({trigger.kind})"))
         self._set()
         trainer.parts.precision.restart(self.ladder.compute)
@@ -123,6 +125,9 @@ class Recovery:
         self.trainer.lr_factor = self.ladder.lr_factor
         for module in self.ladder.frozen:
             freeze(parts.optimizer, module)
+        if self.trainer.health is not None:
+            frozen = [n for n, _ in named(parts.optimizer) if n.partition(".")[0] in self.ladder.frozen]
+            self.trainer.health.expect_frozen(frozenset(frozen), "ladder")
 
     def _cannot(self, compute: str) -> str:
         return why_not(self.trainer.parts.model, COMPUTE_DTYPES[compute])

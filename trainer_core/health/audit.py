@@ -64,9 +64,11 @@ class AuditReport:
 
 
 def audit(trainer: Trainer, tensors: Mapping[str, Tensor], allowed: frozenset[str]) -> AuditReport:
-    """Probe the run as it would train. `allowed`: tensors without a gradient by design. Changes nothing."""
+    """Probe the run as it would train. `tensors`: those to look at; `allowed`: those without a gradient by design.
+    Changes nothing."""
     network = trainer.parts.network
-    live = {name: p for part in network.parts for name, p in network.parameters_of(part).items()}
+    everything = {name: p for part in network.parts for name, p in network.parameters_of(part).items()}
+    live = {name: parameter for name, parameter in everything.items() if name in tensors}
     with _put_back(trainer, live):
         _fill_zeros(live)
         # Where gradients are cut is only looked for when some are missing: hooks on every module are slow.

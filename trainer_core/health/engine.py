@@ -22,6 +22,7 @@ from .exporters import Exports
 from .facts import fast_record
 from .findings import Finding, Streaks, Thresholds
 from .fire_counters import FireCounters
+from .freezing import Freezing
 from .groups import Tensor, allowed_dead, describe
 from .records import FastRecord, SlowRecord
 from .repair import Repair, refusal, repair
@@ -71,6 +72,7 @@ class HealthEngine:
         self.config = trainer.config.health
         self.record_rows = record_rows
         self.listeners: list[Callable[[Measurement], None]] = []
+        self._frozen_by: dict[str, frozenset[str]] = {}
         self.expected_frozen: frozenset[str] = frozenset()
         """Tensors that are frozen on purpose (`freezing.py`)."""
         self.parameters: dict[str, torch.nn.Parameter] = {}
@@ -90,6 +92,7 @@ class HealthEngine:
         self._watch_until = 0
         self._epoch = (-1, 0, 0, 0)
         self.ring = self._open_ring(folder)
+        self.freezing = self._freezing()
         self._exports = Exports(self.config, folder, trainer.bus)
         self.listeners.append(self._exports.measured)
         self.probe = UpdateProbe(self._live(), trainer.parts.optimizer)
@@ -101,6 +104,8 @@ class HealthEngine:
         """Look at what still waits, take the hooks off, and let go of the flight recorder's file."""
         self._look_at_waiting(everything=True)
         self.probe.close()
+        if self.freezing is not None:
+            self.freezing.close()
         if self.fires is not None:
             self.fires.close()
         if self.ring is not None:
@@ -147,9 +152,9 @@ class HealthEngine:
         if self.config.audit == "off":
             return None
         repairs: tuple[Repair, ...] = ()
-        report = audit(self.trainer, self.tensors, self.allowed)
+        report = audit(self.trainer, self._awake(), self.allowed)
         if not report.sound and self.config.audit == "repair":
-            report, repairs = repair(self.trainer, self.tensors, self.allowed, report)
+            report, repairs = repair(self.trainer, self._awake(), self.allowed, report)
             self.rebase()
         step, bus = self.trainer.state.step, self.trainer.bus
         for one in repairs:
@@ -169,6 +174,11 @@ class HealthEngine:
         """Trained tensors were replaced."""
         self._refresh()
         self.probe.live = self._live()
+
+    def expect_frozen(self, names: frozenset[str], source: str = "freezing") -> None:
+        """Tensors that `source` keeps from moving on purpose: no FROZEN or DISCONNECTED follows."""
+        self._frozen_by[source] = names
+        self.expected_frozen = frozenset().union(*self._frozen_by.values())
 
     def rebase(self) -> None:
         """What is trained now counts as the run's beginning: tensors and their number formats."""
@@ -214,6 +224,10 @@ class HealthEngine:
             self.tensors.clear()
             self.tensors.update({name: describe(name, part) for name, part in parts.items()})
 
+    def _awake(self) -> dict[str, Tensor]:
+        """Tensors that are not frozen on purpose."""
+        return {name: tensor for name, tensor in self.tensors.items() if name not in self.expected_frozen}
+
     def _live(self) -> list[tuple[Tensor, torch.nn.Parameter]]:
         return [(self.tensors[name], parameter) for name, parameter in self.parameters.items()]
 
@@ -223,6 +237,23 @@ class HealthEngine:
         config = self.trainer.config
         losses = config.dataset.batch_size * config.gradient.accumulation
         return RingWriter(folder / RING_NAME, list(self.parameters), slots=self.config.ring_steps, losses=losses)
+
+    def _freezing(self) -> Freezing | None:
+        trainer, config = self.trainer, self.trainer.config.freezing
+        if config.rule == "off" and not config.stop_after:
+            return None
+        freezing = Freezing(
+            config,
+            trainer.parts.optimizer,
+            self.tensors,
+            trainer.bus,
+            total_steps=trainer.total_steps,
+            step=lambda: trainer.state.step,
+            tell_engine=self.expect_frozen,
+        )
+        self.listeners.append(freezing.measured)
+        trainer.keepers["freezing"] = freezing
+        return freezing
 
     def _schedule(self) -> None:
         """Whether the next step is measured in full."""

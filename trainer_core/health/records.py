@@ -48,7 +48,8 @@ class TensorSample:
     """One trained tensor in a slow record. Norms are estimates from a fixed sample of at most 4096 elements.
 
     `zero`: share of gradient elements that are exactly 0; `changed`: share of elements that the update changed; `grad`,
-    `weight`, `update`: norms (gradient unscaled, before clipping); `amax`: largest absolute gradient. `rms` and
+    `weight`, `update`: norms (gradient unscaled, before clipping); `amax`: largest absolute gradient; `gain`: -g .
+    update, what the update should gain to first order. `rms` and
     `consistency`: RMS of g / sqrt(v) (Wortsman et al. 2023) and sum m^2 / sum v, bias-corrected, NaN where the
     optimizer keeps no such moments; `spread`: participation ratio (sum u^2)^2 / (n sum u^4) of the update; `age`:
     updates that the optimizer has counted for it, NaN when it keeps no state.
@@ -64,6 +65,7 @@ class TensorSample:
     weight: float = 0.0
     update: float = 0.0
     amax: float = 0.0
+    gain: float = 0.0
     rms: float = math.nan
     consistency: float = math.nan
     spread: float = math.nan

@@ -24,7 +24,7 @@ from .records import HIGHEST_EXPONENT, LOWEST_EXPONENT, FastRecord, SlowRecord, 
 
 SAMPLE = 4096
 _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
-_STATS = ("zero", "changed", "grad", "weight", "update", "amax", "rms", "consistency", "spread", "age")
+_STATS = ("zero", "changed", "grad", "weight", "update", "amax", "gain", "rms", "consistency", "spread", "age")
 
 Live = Sequence[tuple[Tensor, torch.nn.Parameter]]
 
@@ -172,6 +172,7 @@ class UpdateProbe:
             after.flatten(1).norm(dim=1),
             moved.norm(dim=1),
             torch.stack([value.float() for value in amax]),
+            -(gradient * moved).sum(1),
             *self._moments(stack, gradient, group_of),
             spread,
             self._ages(parameters, gradient),
@@ -257,8 +258,9 @@ class UpdateProbe:
                 own = {stat: columns[stat][row] for stat in _STATS}
                 for stat in ("grad", "weight", "update"):
                     own[stat] *= root
-                own["grad"] *= back
-                own["amax"] *= back
+                own["gain"] *= stack.factors[row]
+                for stat in ("grad", "amax", "gain"):
+                    own[stat] *= back
                 known, rate = name in pending.rates, pending.rates.get(name, 0.0)
                 tensors[name] = TensorSample(True, known, pending.dtypes[place], rate, **own)
         for place in pending.without_gradient:
