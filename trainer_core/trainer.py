@@ -190,7 +190,6 @@ class Trainer:
         while self.state.step < self.total_steps:
             if self.parts.processes is not None:
                 self.parts.processes.gate("step")
-                self.parts.processes.note_place(self.state.step)
             if not self.train_step():
                 return "stopped"
             self._look_around()
@@ -324,7 +323,7 @@ class Trainer:
     def _update(self, reading: StepReading, verdict: StepVerdict) -> Clip:
         """Everything that an applied step changes in tensors, and nothing else: it may be made again."""
         parts = self.parts
-        clip = parts.precision.apply(parts.optimizer, reading, verdict)
+        clip = parts.precision.update(parts.optimizer, reading, verdict)
         if self.config.lora.max_norm > 0:
             parts.network.apply_max_norm(self.config.lora.max_norm)
         parts.live.after_update()
@@ -336,7 +335,15 @@ class Trainer:
         factor = learning_rate_factor(self.config.schedule, state.applied, self.total_steps, base_rate)
         set_learning_rates(parts.optimizer, factor * self.lr_factor)
         update = partial(self._update, reading, verdict)
-        clip = update() if parts.memory is None else parts.memory.update(update)
+
+        def settle(clip: Clip) -> None:
+            parts.precision.settle(parts.optimizer, reading, clip, verdict)
+
+        if parts.memory is not None:
+            clip = parts.memory.update(update, settle)
+        else:
+            clip = update()
+            settle(clip)
         rates = effective_rates(parts.optimizer)
         state.applied += 1
         before = reading.loss if state.loss_avg is None else state.loss_avg

@@ -74,7 +74,9 @@ class Processes:
         return self.rank == 0
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
-        """Each flag, true where it is on any process."""
+        """Each flag, true where it is on any process. Leaves a note of having come here, so that one that does not
+        answer can be named."""
+        self._store.set(f"at/{self.rank}", str(self._next("flags")))
         values = torch.tensor(flags, dtype=torch.int32)
         self._guarded(lambda: distributed.all_reduce(values, distributed.ReduceOp.MAX))
         return tuple(bool(value) for value in values.tolist())
@@ -146,10 +148,6 @@ class Processes:
         for rank in range(self.count):
             if rank != self.rank:
                 self._wait_for(f"meet/{name}/{number}/{rank}", {rank})
-
-    def note_place(self, step: int) -> None:
-        """Note where this process is, so that the others can name it when it does not answer."""
-        self._store.set(f"at/{self.rank}", str(step))
 
     def tell_failed(self, message: str) -> None:
         """Leave word of why this process ends."""

@@ -72,9 +72,9 @@ class RunMemory:
         """Around every forward."""
         return self.guard.context()
 
-    def update(self, update: Callable[[], T]) -> T:
+    def update(self, update: Callable[[], T], settle: Callable[[T], None]) -> T:
         """An update made whole or not at all; see `UpdateGuard`."""
-        return self.updates.run(update)
+        return self.updates.run(update, settle)
 
     def after_step(self) -> None:
         self.guard.after_step(self._step())

@@ -57,12 +57,28 @@ class UpdateGuard:
         self._room = room or (lambda: free_bytes(device))
         self._tell = tell
 
-    def run(self, update: Callable[[], T]) -> T:
-        """`update()`, which changes parameters, gradients, optimizer state and averages and nothing else.
+    def run(self, update: Callable[[], T], settle: Callable[[T], None] = lambda result: None) -> T:
+        """`update()`, which changes parameters, gradients, optimizer state and averages and nothing else; then
+        `settle` with its result, which may be called again after a failure.
 
         Raises:
             ResourceError: it ran out of memory, again and again, or without a copy to go back to.
         """
+        result = self._make(update)
+        said = ""
+        for _ in range(_TRIES):
+            try:
+                settle(result)
+                return result
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = first_line(error)
+            release(self._device)
+            self._tell(f"Memory ended after the update was made; its end is tried again: {said}")
+        raise self._given_up(said)
+
+    def _make(self, update: Callable[[], T]) -> T:
         said = ""
         for _ in range(_TRIES):
             kept: _Kept | None = None
@@ -91,9 +107,12 @@ class UpdateGuard:
             release(self._device)
             self._put_back(kept)
             self._tell(f"The update ran out of memory and is made again from the same gradients: {said}")
-        raise ResourceError(
-            f"The update ran out of memory {_TRIES} times: {said} The run is as it was before this step. Close other "
-            "programs on the device, or use an optimizer with less state (adamw8bit, adafactor), and resume."
+        raise self._given_up(said)
+
+    def _given_up(self, said: str) -> ResourceError:
+        return ResourceError(
+            f"The update ran out of memory {_TRIES} times: {said} Close other programs on the device, or use an "
+            "optimizer with less state (adamw8bit, adafactor), and resume."
         )
 
     def _is_needed(self) -> bool:

@@ -129,6 +129,14 @@ class Precision:
 
     def apply(self, optimizer: torch.optim.Optimizer, reading: StepReading, verdict: StepVerdict | None = None) -> Clip:
         """Clip with the norms already measured and update. Returns how it was clipped."""
+        clip = self.update(optimizer, reading, verdict)
+        self.settle(optimizer, reading, clip, verdict)
+        return clip
+
+    def update(
+        self, optimizer: torch.optim.Optimizer, reading: StepReading, verdict: StepVerdict | None = None
+    ) -> Clip:
+        """The first half of `apply`, which may be made again from the same weights, moments and gradients."""
         left_out = verdict.left_out if verdict is not None else ()
         if left_out:
             reading = _without(optimizer, reading, left_out)
@@ -136,13 +144,19 @@ class Precision:
         self.clipping.apply(optimizer, clip)
         # The verdict replaces GradScaler.step, whose own check would be a second device read.
         optimizer.step()
+        return clip
+
+    def settle(
+        self, optimizer: torch.optim.Optimizer, reading: StepReading, clip: Clip, verdict: StepVerdict | None = None
+    ) -> None:
+        """The second half: loss scale and clipping learn from the step, its gradients go."""
+        left_out = verdict.left_out if verdict is not None else ()
         if left_out:
             self.scaler.back_off(reading.loss_scale)
         else:
             self.scaler.applied(reading.loss_scale)
         self.clipping.learn(reading, clip)
         self._clear(optimizer)
-        return clip
 
     def reject(self, optimizer: torch.optim.Optimizer, verdict: StepVerdict, reading: StepReading) -> None:
         """Drop the gradients. Only an overflow lowers the loss scale: a NaN in the data is not the scale's fault."""

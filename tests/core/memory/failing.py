@@ -20,6 +20,8 @@ class FailAt(TorchDispatchMode):
         self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "profiler":  # allocates nothing
+            return func(*args, **(kwargs or {}))
         number, self.operations = self.operations, self.operations + 1
         if self.fails(number):
             raise torch.OutOfMemoryError(MESSAGE)

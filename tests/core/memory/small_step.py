@@ -56,11 +56,12 @@ class SmallStep:
         reading = self.accumulation.measure(work)
         assert reading is not None
         self.losses.extend(reading.loss_B)
-        self.guard.run(lambda: self._update(reading))
+        self.guard.run(lambda: self._update(reading), lambda clip: self.precision.settle(self.optimizer, reading, clip))
 
-    def _update(self, reading: Any) -> None:
-        self.precision.apply(self.optimizer, reading)
+    def _update(self, reading: Any) -> Any:
+        clip = self.precision.update(self.optimizer, reading)
         self.ema.update()
+        return clip
 
     def result(self) -> list[torch.Tensor]:
         """Everything that must be as in the undisturbed run."""

@@ -1,4 +1,4 @@
-"""The pressure guard with an injected allocator: recompute first, then host memory, then it says that it can do no more."""
+"""The pressure guard with an injected allocator: recompute first, then host memory, then it says that this was all."""
 
 from __future__ import annotations
 

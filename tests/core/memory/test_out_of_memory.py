@@ -94,7 +94,7 @@ def test_an_update_that_never_fits_leaves_the_state_before_it() -> None:
         raise torch.OutOfMemoryError(MESSAGE)
 
     undisturbed.optimizer.step = step  # type: ignore[method-assign]
-    with pytest.raises(ResourceError, match="3 times.*The run is as it was before this step"):
+    with pytest.raises(ResourceError, match="ran out of memory 3 times"):
         undisturbed.step(1)
     undisturbed.optimizer.step = original  # type: ignore[method-assign]
     for left, right in zip(undisturbed.result()[:-1], kept[:-1], strict=True):
