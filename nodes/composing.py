@@ -57,7 +57,7 @@ def compose(
     settings.update(_own(inputs, dataset))
     settings.update(extra)
     settings["run.output_dir"] = str(host.output_folder())
-    config, notes = core.load_config(None, settings, earlier=problems)
+    config, notes = core.load_config(None, settings, earlier=problems, light=True)
     return config, [*_chosen(inputs, {**memory, **purpose}, settings), *notes]
 
 

@@ -93,12 +93,13 @@ def load_config(
     *,
     earlier: Sequence[Problem] = (),
     check: bool = True,
+    light: bool = False,
 ) -> tuple[TrainConfig, list[str]]:
     """The config of a run and notes a person should read.
 
     `flags`: values by `section.field`, already of the fields' types. `preset` wins over a `preset` in the file.
-    With `check`, the rules of `config_rules` are applied too. Raises `ConfigError` with all problems at once, those
-    found `earlier` (on the command line) first.
+    With `check`, the rules of `config_rules` are applied too (`light`: see `preflight`). Raises `ConfigError` with all
+    problems at once, those found `earlier` (on the command line) first.
     """
     found: list[Problem] = list(earlier)
     notes: list[str] = []
@@ -108,17 +109,17 @@ def load_config(
         preset = preset or _file_preset(data, found)
         from_file = _file_settings(data, file, found, notes)
     layers = [_preset_settings(preset, found, notes), from_file, _flag_settings(flags, found)]
-    return _finish(layers, found, notes, check=check)
+    return _finish(layers, found, notes, check=check, light=light)
 
 
 def _finish(
-    layers: Sequence[Mapping[str, Any]], found: list[Problem], notes: list[str], *, check: bool
+    layers: Sequence[Mapping[str, Any]], found: list[Problem], notes: list[str], *, check: bool, light: bool
 ) -> tuple[TrainConfig, list[str]]:
     config = _build(merge(layers))
     if check:
         told = {problem.field.split(" ")[0].removeprefix("--") for problem in found}
         found.extend(problem for problem in problems(config) if problem.field not in told)
-        found.extend(preflight(config, told | {problem.field for problem in found}))
+        found.extend(preflight(config, told | {problem.field for problem in found}, light=light))
     if found:
         raise ConfigError(found)
     return config, [*notes, *(advice(config) if check else [])]

@@ -178,3 +178,24 @@ def test_a_missing_checkpoint_file_is_said_at_once(pack: Any) -> None:
     check = pack.NODE_CLASS_MAPPINGS["SafeScalerLoadSDXL"].VALIDATE_INPUTS
     assert "no checkpoint 'gone.safetensors' any more" in check(checkpoint="gone.safetensors")
     assert check(checkpoint="toy (built in, for a first try)") is True
+
+
+def test_making_a_run_brings_neither_diffusers_nor_peft_into_the_host() -> None:
+    """ComfyUI's process stays as it was: what builds a model's layers is checked by the worker."""
+    import subprocess
+    import sys
+
+    root = Path(__file__).resolve().parents[2]
+    code = """
+import sys
+from trainer_core.config_io import load_config
+from trainer_core.prepare import checked
+settings = {
+    "model.path": "toy", "dataset.path": ".", "run.max_train_steps": 1, "run.device": "cpu",
+    "lora.network": "peft:dora", "lora.preset": "style_blocks",
+}
+checked(load_config(None, settings, light=True)[0], light=True)
+print([name for name in ("diffusers", "peft", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
