@@ -223,12 +223,12 @@ def main() -> None:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="safe-scaler-overhead-") as name:
-        toy = measure_toy(6 if arguments.smoke else 60, Path(name))
+        toy = measure_toy(6 if arguments.smoke else 24, Path(name))
         print(f"toy: {100 * toy:.2f} % of a step", flush=True)
         if arguments.smoke:
             print(json.dumps({"toy": round(toy, 4), "real_size": None}))
             return
-        real, facts = measure_real_size(51, Path(name))
+        real, facts = measure_real_size(26, Path(name))
     print(f"real size: {100 * real:.2f} % of a step ({facts})", flush=True)
     result = {"toy": round(toy, 4), "real_size": round(real, 4)}
     missed = {key: value for key, value in result.items() if value > LIMITS[key]}

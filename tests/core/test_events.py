@@ -30,6 +30,8 @@ SAMPLES = {
     "tuple[float, ...]": (1.0, 2.0),
     "dict[str, float]": {"unet": 1e-4},
     "str | None": None,
+    "int | None": 2,
+    "tuple[int, ...]": (3, 4),
 }
 
 

@@ -124,3 +124,27 @@ def test_the_report_names_what_happened_and_what_to_change() -> None:
         "| 40 | 1 | OVERFLOW | 0.5 | not finite | 8 |",
     ):
         assert part in text
+
+
+def test_a_frozen_module_neither_moves_nor_decays() -> None:
+    import torch
+
+    from trainer_core.config import OptimizerConfig
+    from trainer_core.optim import build_optimizer
+    from trainer_core.recovery import freeze
+
+    names = ("lora_x.lora_down.weight", "lora_xy.lora_down.weight")
+    one, other = (torch.nn.Parameter(torch.ones(3)) for _ in names)
+    optimizer = build_optimizer(
+        {"unet": dict(zip(names, (one, other), strict=True))}, OptimizerConfig(learning_rate=0.1)
+    )
+    for _ in range(2):
+        (one.sum() + other.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = one.detach().clone(), other.detach().clone()
+    freeze(optimizer, "lora_x")
+    (one.sum() + other.sum()).backward()
+    optimizer.step()
+    assert torch.equal(one, before[0])
+    assert not torch.equal(other, before[1])
