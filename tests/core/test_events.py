@@ -31,6 +31,7 @@ SAMPLES = {
     "dict[str, float]": {"unet": 1e-4},
     "str | None": None,
     "int | None": 2,
+    "float | None": 0.5,
     "tuple[int, ...]": (3, 4),
 }
 
