@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+# gradio asks its own address whether it answers, through a proxy if one is set.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 repository, output, port = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 callbacks: dict[str, Callable[..., Any]] = {}
 options: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from ..errors import TrainerError
 from ..runs.protocol import COMMANDS
 from ..runs.record import open_readonly
 from ..runs.registry import RunInfo
-from . import control, snapshot, storage
+from . import control, share, snapshot, storage
 from .exchange import Refused, Reply, Request, check, refusal
 from .run_list import RunList, facts
 
@@ -73,6 +73,7 @@ class PanelApi:
                 ("POST", "/runs/([^/]+)/commands", self._command),
                 ("GET", "/runs/([^/]+)/disk", self._disk),
                 ("GET", "/runs/([^/]+)/report", self._report),
+                ("GET", "/runs/([^/]+)/share", self._share),
             )
         ]
 
@@ -171,6 +172,9 @@ class PanelApi:
         if not path.is_file():
             raise Refused(404, "no_report", "The run has no report yet; it is written when the run ends.")
         return Reply(file=path, content_type="text/html; charset=utf-8", headers=_REPORT)
+
+    def _share(self, request: Request, run_id: str) -> Reply:
+        return _json(share.share_sheet(self.runs.find(run_id), request.query.get("metadata", "full")))
 
     def _delete(self, request: Request, run_id: str) -> Reply:
         folder = self.runs.find(run_id)

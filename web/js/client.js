@@ -187,6 +187,10 @@ export class PanelClient {
     return this.transport.request("GET", `/runs/${encodeURIComponent(runId)}/disk`);
   }
 
+  async share(runId, metadata) {
+    return this.transport.request("GET", `/runs/${encodeURIComponent(runId)}/share?metadata=${metadata}`);
+  }
+
   async remove(runId) {
     const answer = await this.transport.request("DELETE", `/runs/${encodeURIComponent(runId)}`, { confirm: runId });
     this.states.delete(runId);

@@ -8,6 +8,7 @@ import { clock } from "./format.js";
 import { Gallery } from "./gallery.js";
 import { HealthTable } from "./health_table.js";
 import { RunPicker } from "./run_picker.js";
+import { ShareSheet } from "./share_sheet.js";
 import { StatusCard } from "./status_card.js";
 
 /**
@@ -39,11 +40,13 @@ class Panel {
     this.notice = h("p", { class: "ss-notice", role: "status", "aria-live": "polite", hidden: true });
     this.chartGrid = h("div", { class: "ss-charts" });
     this.log = h("ol", { class: "ss-log", tabindex: "0", "aria-label": "Event log, newest first" });
+    this.sharing = new ShareSheet(client);
     this.sections = {
       charts: section("Charts", this.chartGrid),
       health: section("Gradient health", this.health.root, "ss-half"),
       pictures: section("Preview pictures", this.gallery.root, "ss-half"),
       log: section("What happened", this.log),
+      share: this.sharing.root,
     };
     this.run = h("div", { class: "ss-run" }, this.status.root, this.controls.root, ...Object.values(this.sections));
     this.empty = h("p", { class: "ss-empty", text: "Loading…" });
@@ -97,6 +100,7 @@ class Panel {
     this.health.update(state);
     this.gallery.update(state);
     this.#drawLog(state);
+    this.sharing.update(state);
   }
 
   #drawCharts(state, dark) {
