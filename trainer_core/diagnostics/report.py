@@ -15,6 +15,7 @@ from ..runs.platform import DurableIO
 from .report_coverage import coverage_html
 from .report_curves import curves_html
 from .report_data import ReportData, Setting, read_run
+from .report_health import health_html
 from .report_html import duration, esc, number, plural, size
 from .report_pictures import previews_html
 from .report_text import (
@@ -54,6 +55,7 @@ def render(data: ReportData) -> str:
         _section("Before and after", previews_html(data), anchor="previews"),
         _section("Curves", curves_html(data), anchor="curves", css="wide"),
         _section("What learns", coverage_html(data.folder), anchor="coverage"),
+        _section("Gradient health", health_html(data.folder), anchor="health", css="wide"),
         _section("Problems", _problems(data), anchor="problems"),
         _section("The LoRA file and its proof", _files(data), anchor="files"),
         _section("Settings", _settings(data), anchor="settings"),
