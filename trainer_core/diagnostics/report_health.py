@@ -36,7 +36,8 @@ def health_html(folder: Path) -> str:
     last = rows[-1]["step"]
     groups = [row["data"] for row in rows if row["step"] == last]
     ill = [row for row in groups if row.get("verdict") != "HEALTHY"]
-    head = "".join(f'<th scope="col">{esc(title)}</th>' for title in ("group", *(t for _, t in _COLUMNS), "verdict"))
+    titles = ("group", *(title for _, title in _COLUMNS), "verdict")
+    head = "".join(f'<th scope="col">{esc(title)}</th>' for title in titles)
     body = "".join(_line(row) for row in groups)
     said = dict.fromkeys(str(row["sentence"]) for row in ill if row.get("sentence"))
     words = "".join(f"<li>{esc(text)}</li>" for text in said)
