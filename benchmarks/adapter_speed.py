@@ -1,11 +1,13 @@
 """How long does a training step take with our LoRA, PEFT's, LyCORIS' and sd-scripts'?
 
-SDXL's UNet with random weights, gradient checkpointing, 256x256, rank 8 on kohya's linear layers (722 at full depth),
-forward and backward. In bf16 under autocast where the machine computes in bf16 itself; elsewhere (emulated, about a
-hundred times slower than fp32: the base model's own time hides everything else) in fp32, and said in the result.
-`--depth 1,2` makes the two transformer levels shallower at full width. The kinds take turns, round by round, and the
-fastest step of each counts; with one thread the process's own processor time is taken and not the wall clock, so that a
-busy machine disturbs little. The frozen model without adapters is timed along: what is above it is the adapters'.
+SDXL's UNet with random weights, gradient checkpointing, 256x256, rank 8 on kohya's 722 linear layers, forward and
+backward. In bf16 under autocast where the machine computes in bf16 itself; elsewhere (emulated, about a hundred times
+slower than fp32: the base model's own time hides everything else) in fp32, and said in the result.
+`--blocks N` runs two of the real-size transformers only, that of IN04 (width 640, 256 tokens, two layers) and that
+of IN07 (width 1280, 64 tokens, N of its ten layers), for machines on which whole steps take minutes.
+The kinds take turns, round by round, and the fastest step of each counts; with one thread the process's own processor
+time is taken and not the wall clock, so that a busy machine disturbs little. The frozen model without adapters is timed
+along: what is above it is the adapters'.
 sd-scripts takes part when SD_SCRIPTS_PATH is set and its imports succeed; `--stand-ins` puts empty modules in the place
 of libraries that it imports for pictures only.
 Last line: {"vs_lycoris", "vs_peft", "vs_sd_scripts"}: our time divided by theirs; null where they did not take part.
@@ -43,16 +45,19 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", type=int, default=256, help="picture side in pixels")
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto")
-    parser.add_argument("--depth", default="2,10", help="transformer layers of the second and third level")
+    parser.add_argument("--blocks", type=int, default=0, help="two transformers only, the second with N layers")
     parser.add_argument("--smoke", action="store_true", help="a narrow UNet, one round: its ratios mean nothing")
     parser.add_argument("--stand-ins", action="store_true", help="empty torchvision and cv2 for sd-scripts' imports")
     arguments = parser.parse_args()
     dtype = chosen_dtype(arguments.dtype, arguments.device)
-    unet = make_real_unet(arguments.smoke, arguments.depth, dtype, arguments.device)
-    fill_randomly(unet)
+    if arguments.blocks:
+        unet, step = two_transformers(arguments.blocks, dtype, arguments.device)
+    else:
+        unet = make_unet(arguments.smoke, arguments.device).to(dtype)
+        fill_randomly(unet)
+        step = make_step(unet, (128 if arguments.smoke else arguments.size) // 8, dtype)
     unet.requires_grad_(False)
     unet.enable_gradient_checkpointing()
-    step = make_step(unet, (128 if arguments.smoke else arguments.size) // 8, dtype)
     if arguments.stand_ins:
         put_stand_ins()
     kinds: dict[str, Callable[[Any], Any]] = {"native": native, "peft": peft_default, "lycoris": lycoris}
@@ -74,7 +79,7 @@ def main() -> None:
     facts = {
         "dtype": str(dtype).removeprefix("torch."),
         "computes_bf16_itself": has_native(torch.bfloat16) if arguments.device == "cpu" else True,
-        "depth": arguments.depth,
+        "what": f"IN04 and {arguments.blocks} layers of IN07" if arguments.blocks else "whole UNet",
         "modules": modules_of(unet),
         "threads": torch.get_num_threads(),
         "clock": "processor time" if clock is time.process_time else "wall clock",
@@ -100,25 +105,40 @@ def chosen_dtype(asked: str, device: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[asked]
 
 
-def make_real_unet(smoke: bool, depth: str, dtype: torch.dtype, device: str) -> Any:
+def two_transformers(layers: int, dtype: torch.dtype, device: str) -> tuple[Any, Callable[[], None]]:
+    """(a UNet of real width of which only two transformers have weights, a step that runs these two)."""
     from diffusers import UNet2DConditionModel
 
     from trainer_core.models.configs import shipped_config
 
     config = dict(shipped_config("sdxl", "unet") or {})
-    second, third = (int(number) for number in depth.split(","))
-    config["transformer_layers_per_block"] = [1, second, third]
-    if smoke:
-        return make_unet(True, device).to(dtype)
+    config["transformer_layers_per_block"] = [1, 2, layers]
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(config).to(dtype)
-    return unet.to_empty(device=device)
+    sides = {"down_blocks.1.attentions.0": (640, 16), "down_blocks.2.attentions.0": (1280, 8)}
+    generator = torch.Generator().manual_seed(0)
+    inputs = {}
+    for path, (width, side) in sides.items():
+        unet.get_submodule(path).to_empty(device=device)
+        fill_randomly(unet.get_submodule(path))
+        inputs[path] = torch.randn(1, width, side, side, generator=generator).to(device, dtype)
+    context = torch.randn(1, 77, 2048, generator=generator).to(device, dtype)
+
+    def step() -> None:
+        for path, x in inputs.items():
+            transformer = unet.get_submodule(path)
+            with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                # In the whole UNet something trained lies before: the gradient goes on to the input.
+                output = transformer(x.detach().requires_grad_(True), encoder_hidden_states=context).sample
+            output.float().square().mean().backward()
+
+    return unet, step
 
 
 def modules_of(unet: Any) -> int:
     from trainer_core.networks import find_targets
 
-    return len(find_targets(unet, "unet"))
+    return sum(not target.module.weight.is_meta for target in find_targets(unet, "unet"))
 
 
 def put_stand_ins() -> None:
@@ -140,6 +160,9 @@ def put_stand_ins() -> None:
 @contextmanager
 def frozen(unet: Any) -> Iterator[None]:
     """No adapters: forward and backward to the input, as the adapters' gradients need."""
+    if unet.conv_in.weight.is_meta:
+        yield
+        return
     handle = unet.conv_in.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
     try:
         yield
