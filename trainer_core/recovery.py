@@ -77,7 +77,7 @@ class Recovery:
         if trigger.kind == POISON and quarantine.share > safety.data_fault_share:
             many = f"{len(quarantine.excluded)} of {quarantine.pictures} pictures are quarantined"
             self._stop(trigger, f"{many}: the data are at fault, and no rung of the ladder mends that.")
-        culprit = trainer.guard.last_where.partition(" ")[0]
+        culprit = self._culprit()
         recovering = trainer.parts.precision.phases.phase == RECOVER
         rung, passed = self.ladder.next(trigger, recovering=recovering, cannot=self._cannot, culprit=culprit)
         if rung is None:
@@ -128,6 +128,12 @@ class Recovery:
         if self.trainer.health is not None:
             frozen = [n for n, _ in named(parts.optimizer) if n.partition(".")[0] in self.ladder.frozen]
             self.trainer.health.expect_frozen(frozenset(frozen), "ladder")
+
+    def _culprit(self) -> str:
+        """The trained module that was hit first; empty when it was none (a layer of the base model in the forward)."""
+        module = self.trainer.guard.last_where.partition(" ")[0]
+        trained = {name.partition(".")[0] for name, _ in named(self.trainer.parts.optimizer)}
+        return module if module in trained else ""
 
     def _cannot(self, compute: str) -> str:
         return why_not(self.trainer.parts.model, COMPUTE_DTYPES[compute])

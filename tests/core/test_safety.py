@@ -309,3 +309,25 @@ def test_the_first_hit_is_named(config_for: Callable[..., TrainConfig], monkeypa
     assert "attn2_to_q" in rejected["where"]
     assert rejected["where"].endswith("(middle block)")
     assert len(rejected["samples"]) == len(rejected["timesteps"]) == 1
+
+
+@pytest.mark.slow
+def test_the_opt_in_rungs(config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty optimizer state, then the module that was hit first is trained no more, and the run finishes without it."""
+    original = Trainer.run
+
+    def run(self: Trainer) -> str:
+        name = "lora_unet_middle_block_1_transformer_blocks_0_attn2_to_q.lora_up.weight"
+        parameter = dict(self.parts.network.named_parameters())[name]
+        parameter.register_hook(lambda gradient: gradient * math.nan if self.state.applied >= 3 else gradient)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "run", run)
+    rungs = ("reset_optimizer", "freeze_module")
+    config = config_for(steps=6, safety={"diagnose": True, "rungs": rungs}, checkpoint={"every_steps": 2})
+    result, recorder = train(config)
+    assert (result.status, result.applied) == ("finished", 6), result.message
+    actions = [data["action"] for data in recorder.of("Intervention")]
+    assert ["optimizer's state is empty" in actions[0], "attn2_to_q is not trained any more" in actions[1]] == [
+        True
+    ] * 2

@@ -18,6 +18,7 @@ from trainer_core.events import (
     Event,
     EventBus,
     Heartbeat,
+    Intervention,
     PhaseChanged,
     PreviewReady,
     Resumed,
@@ -394,3 +395,36 @@ def test_reading_many_steps_takes_time_in_proportion(tmp_path: Path) -> None:
         begin = time.process_time()
         assert len(reader.steps()) == count
         assert time.process_time() - begin < 3.0
+
+
+def test_a_rollback_keeps_what_happened_before_its_checkpoint(tmp_path: Path) -> None:
+    """Attempt 0 fails at step 3, goes back to 1, and dies at step 2 of attempt 1: its own rows go, attempt 0's stay."""
+    bus = EventBus("r")
+    with RunDatabase(tmp_path / "run.db") as database:
+        bus.subscribe(database)
+        for step in (1, 2, 3):
+            bus.emit(_rejected(step))
+        bus.emit(Intervention(step=1, action="Went back", reason="3 in a row", attempt=1))
+        seq = bus.seq
+        bus.emit(_rejected(2))
+        assert database.attempt == 1
+        database.resume_at(1, attempt=1, seq=seq)
+    with open_readonly(tmp_path / "run.db") as record:
+        assert [event["step"] for event in record.events("StepRejected")] == [1, 2, 3]
+        assert len(record.events("Intervention")) == 1
+    with sqlite3.connect(tmp_path / "run.db") as raw:
+        assert raw.execute("select attempt, step from steps order by 1, 2").fetchall() == [(0, 1), (0, 2), (0, 3)]
+
+
+def _rejected(step: int) -> StepRejected:
+    return StepRejected(
+        step=step,
+        applied=0,
+        epoch=0,
+        reason="bad",
+        loss=1.0,
+        grad_norm=1.0,
+        loss_scale=1.0,
+        rejected_steps=1,
+        in_a_row=1,
+    )
