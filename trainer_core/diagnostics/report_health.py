@@ -43,7 +43,7 @@ def health_html(folder: Path) -> str:
     words = "".join(f"<li>{esc(text)}</li>" for text in said)
     state = "All groups are healthy." if not ill else f"{len(ill)} of {len(groups)} groups are not healthy."
     return (
-        f"<p>Measured at step {last}. {state} Norms are of gradients before clipping; A is lora_down, B is lora_up; RMS "
+        f"<p>Measured at step {last}. {state} Norms are of gradients before clipping; A is lora_down, B lora_up; RMS "
         "is the gradient in units of what the optimizer expects; q compares how much B and A move the layer (powers of "
         "ten); shares are of the epoch.</p>"
         f"{f'<ul>{words}</ul>' if words else ''}"
