@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import trainer_core as core
 from .boundary import contained
 from .handles import MONITOR, MonitorHandle
 from .widgets import Declaration, setting, text
 
-_MAIN = {
+_PLAIN = {
     "max_grad_norm": "gradient.max_norm",
     "clip": "gradient.clip",
     "max_rejected_steps": "precision.max_rejected_steps",
@@ -17,36 +18,12 @@ _MAIN = {
     "watch": "health.enabled",
     "audit": "health.audit",
 }
-_ADVANCED = {
-    "initial_loss_scale": "precision.initial_loss_scale",
-    "loss_scale_growth_interval": "precision.loss_scale_growth_interval",
-    "min_loss_scale": "precision.min_loss_scale",
-    "quarantine_after": "safety.quarantine_after",
-    "data_fault_share": "safety.data_fault_share",
-    "max_rollbacks": "safety.max_rollbacks",
-    "max_precision_moves": "safety.max_precision_moves",
-    "max_lr_cuts": "safety.max_lr_cuts",
-    "lr_cut": "safety.lr_cut",
-    "rejected_share": "safety.rejected_share",
-    "recovered_after": "safety.recovered_after",
-    "check_weights_every": "safety.check_weights_every",
-    "diagnose": "safety.diagnose",
-    "exploding_acts": "health.act",
-    "measure_every": "health.slow_every",
-    "spike_decades": "health.spike_decades",
-    "spike_z": "health.spike_z",
-    "spikes": "health.spikes",
-    "rms_warn": "health.rms_warn",
-    "rms_alarm": "health.rms_alarm",
-    "zero_share": "health.zero_share",
-    "vanishing_tensors": "health.vanishing_tensors",
-    "changed_share": "health.changed_share",
-    "imbalance": "health.imbalance",
-}
+"""Inputs by config field. The order is part of saved workflows: new ones go to the end."""
+
 _WORDS = {"stop_on": "health.stop_on", "ignore": "health.ignore"}
 """Inputs that are words with commas."""
-_PLAIN = {**_MAIN, **_ADVANCED}
-"""Inputs by config field. The order is part of saved workflows: new ones go to the end."""
+
+_SECTIONS = ("gradient", "precision", "safety", "health")
 
 
 class SafeScalerGradientMonitor:
@@ -62,17 +39,35 @@ class SafeScalerGradientMonitor:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Any]]:
-        required: dict[str, Declaration] = {name: setting(key) for name, key in _MAIN.items()}
+        required: dict[str, Declaration] = {name: setting(key) for name, key in _PLAIN.items()}
         optional: dict[str, Declaration] = {
             "stop_on": text("", "Verdicts that end the run, with commas, such as: TE1-DEAD, COLLAPSING."),
             "ignore": text("", "Verdicts that are never spoken, with commas."),
-            **{name: setting(key) for name, key in _ADVANCED.items()},
+            "thresholds": text(
+                "",
+                "Any other threshold of the sections gradient, precision, safety and health, one a line, such as "
+                "health.spike_z = 6 (docs/configuration.md).",
+                lines=True,
+                advanced=True,
+            ),
         }
         return {"required": required, "optional": optional, "hidden": {"unique_id": "UNIQUE_ID"}}
 
     @contained
-    def execute(self, unique_id: str, **inputs: Any) -> tuple[MonitorHandle]:
+    def execute(self, unique_id: str, thresholds: str = "", **inputs: Any) -> tuple[MonitorHandle]:
         settings = {key: inputs[name] for name, key in _PLAIN.items() if name in inputs}
         for name, key in _WORDS.items():
             settings[key] = tuple(word.strip() for word in inputs.get(name, "").split(",") if word.strip())
-        return (MonitorHandle(node_id=str(unique_id), settings=settings),)
+        return (MonitorHandle(node_id=str(unique_id), settings={**settings, **read_thresholds(thresholds)}),)
+
+
+def read_thresholds(written: str) -> dict[str, Any]:
+    """Settings by `section.field`. ConfigError with every line that is none of the monitor's."""
+    settings, problems = core.read_lines(written)
+    for key, value in settings.items():
+        if key.partition(".")[0] not in _SECTIONS:
+            why = "is no threshold of the monitor"
+            problems.append(core.Problem(key, value, why, "Write it into more_settings of Train."))
+    if problems:
+        raise core.ConfigError(problems)
+    return settings

@@ -261,7 +261,7 @@ def train_then_generate(graph: Graph) -> None:
 
 def health_investigation(graph: Graph) -> None:
     links = _start(graph)
-    monitor = graph.add("SafeScalerGradientMonitor", (400, 1010), (420, 420))
+    monitor = graph.add("SafeScalerGradientMonitor", (400, 1010), (420, 620))
     train = graph.add(
         "SafeScalerTrain", (400, 60), (420, 900), output_name="too_fast", monitor=(monitor, "monitor"), **links,
         **{**_TOY_TRAIN, "learning_rate": 0.05, "steps": 150},

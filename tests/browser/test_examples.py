@@ -79,7 +79,7 @@ def test_an_example_opens_complete(page: ComfyPage, example: Path, tmp_path: Pat
     page.run("(workflow) => app.loadGraphData(workflow)", workflow)
     found = page.run(
         """() => (app.rootGraph ?? app.graph).nodes.map((node) => ({
-          id: node.id, type: node.type, known: node.type in LiteGraph.registered_node_types,
+          id: Number(node.id), type: node.type, known: node.type in LiteGraph.registered_node_types,
           linked: (node.inputs ?? []).filter((input) => input.link != null).length,
           widgets: (node.widgets ?? []).filter((w) => w.serialize !== false && w.type !== "button").map((w) => w.value),
         }))"""

@@ -88,3 +88,19 @@ def test_a_small_card_trains_smaller_pictures_but_a_toy_keeps_its_own(core: Any)
 def test_minimal_metadata(compose: Any) -> None:
     assert compose(metadata="minimal")[0].metadata.minimal
     assert not compose()[0].metadata.minimal
+
+
+def test_the_monitor_takes_words_and_thresholds(part: Any, core: Any) -> None:
+    node = part("monitor").SafeScalerGradientMonitor()
+    (handle,) = node.execute(
+        "12",
+        "health.spike_z = 9\nsafety.max_rollbacks = 1",
+        max_grad_norm=0.5,
+        stop_on="TE1-DEAD, COLLAPSING",
+        ignore="",
+    )
+    assert handle.node_id == "12"
+    assert handle.settings["health.stop_on"] == ("TE1-DEAD", "COLLAPSING")
+    assert (handle.settings["health.spike_z"], handle.settings["safety.max_rollbacks"]) == (9.0, 1)
+    with pytest.raises(core.ConfigError, match="lora.rank.*more_settings of Train"):
+        node.execute("12", "lora.rank = 4")
