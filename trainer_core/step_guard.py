@@ -223,9 +223,9 @@ class StepGuard:
         return reading.bad_gradients[:_MOST_NAMES]
 
     def _count_poison(self, work: StepWork, refs: list[SampleRef]) -> None:
-        """Every picture of the step failed. Bad inputs are a picture's own; with good ones only the first of a row
-        counts, because steps that fail one after the other are no picture's fault."""
-        first = self.trainer.parts.precision.phases.rejected_in_a_row == 0
+        """Every picture of the step failed. Bad inputs are a picture's own; with good ones it counts only after an
+        applied step, because steps that fail one after the other (or right after a rung) are no picture's fault."""
+        first = self.trainer.parts.precision.phases.applied_in_a_row > 0
         for ref in refs:
             cause = bad_inputs(self.trainer, work.epoch, ref)
             if cause:
