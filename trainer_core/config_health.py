@@ -97,12 +97,9 @@ class HealthConfig:
         "count how often every tensor gets a gradient, to tell which micro-batch gave none (slower)",
         advanced=True,
     )
-    range_every: int = option(
-        100, "steps between looks at how much of fp16's range the gradients use; 0 = never", min=0, advanced=True
-    )
     headroom_every: int = option(
         0,
-        "steps between looks at how far the activations are from fp16's largest number; 0 = never",
+        "steps between looks at how far activations are from fp16's largest number; 0 = never",
         min=0,
         advanced=True,
     )

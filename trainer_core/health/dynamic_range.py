@@ -110,6 +110,17 @@ def range_table(found: Sequence[GroupRange]) -> str:
     return "\n".join(lines)
 
 
+def unfit_text(found: Sequence[GroupRange]) -> str:
+    """What is told of groups for which no loss scale fits; empty when there are none."""
+    if not found:
+        return ""
+    names = ", ".join(group_words(one.group) for one in found[:3])
+    return (
+        f"fp16 does not suit the gradients of {len(found)} module groups ({names}): at any loss scale some overflow "
+        "and more than 1 % become 0. Set precision.compute = 'bf16', which has fp32's range."
+    )
+
+
 def recommended_scale(found: Sequence[GroupRange]) -> float:
     """One scale for the whole run: the smallest of the groups' best ones, because fp16 has a single scale."""
     return min((one.best_scale for one in found if one.amax > 0), default=1.0)

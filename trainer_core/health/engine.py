@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import HealthError
-from ..events import Intervention, Verdict
+from ..events import Intervention, Verdict, Warned
 from ..optim.phases import Trigger
 from .alerts import Alerts, Transition
 from .audit import AuditReport, audit
+from .dynamic_range import ranges, unfit_text
 from .exporters import Exports
 from .facts import fast_record
 from .findings import Finding, Streaks, Thresholds
 from .fire_counters import FireCounters
 from .freezing import Freezing
 from .groups import Tensor, allowed_dead, describe
+from .headroom import ForwardHeadroom, headroom_text
 from .records import FastRecord, SlowRecord
 from .repair import Repair, refusal, repair
 from .ring import RingWriter
@@ -92,6 +94,9 @@ class HealthEngine:
         self._watch_until = 0
         self._epoch = (-1, 0, 0, 0)
         self.ring = self._open_ring(folder)
+        every = self.config.headroom_every
+        self.headroom = ForwardHeadroom(trainer.parts.model.unet, every) if every else None
+        self._told: set[str] = set()
         self.freezing = self._freezing()
         self._exports = Exports(self.config, folder, trainer.bus)
         self.listeners.append(self._exports.measured)
@@ -106,6 +111,8 @@ class HealthEngine:
         self.probe.close()
         if self.freezing is not None:
             self.freezing.close()
+        if self.headroom is not None:
+            self.headroom.close()
         if self.fires is not None:
             self.fires.close()
         if self.ring is not None:
@@ -135,6 +142,8 @@ class HealthEngine:
             self._speak(record.step, (*FAST_VERDICTS, "EXPLODING"), findings + norm_findings)
         else:
             self._speak(record.step, (), findings)
+        if self.headroom is not None:
+            self._tell_once("headroom", record.step, headroom_text(self.headroom.turn(record.step)))
         self.thresholds.settle(record.step)
         self.latest = Measurement(record)
         for listener in self.listeners:
@@ -291,6 +300,9 @@ class HealthEngine:
         findings = self.slow.look(slow, record, self.expected_frozen | self.allowed, explained)
         findings += self.norms.declining(explained)
         self._speak(record.step, (*SLOW_VERDICTS, "VANISHING"), findings)
+        if self.trainer.parts.precision.scaled:
+            unfit = [one for one in ranges(slow, self.tensors) if one.overflows_fp16 and not one.suits_fp16]
+            self._tell_once("range", record.step, unfit_text(unfit))
         rows = health_rows(slow, self.tensors, self.alerts, *self._ratios())
         if self.record_rows is not None:
             self.record_rows(record.step, rows)
@@ -337,6 +349,12 @@ class HealthEngine:
             raise HealthError(f"Stopped at step {step}, as health.stop_on asks for {finding.kind}. {text}")
         if finding.kind == "EXPLODING":
             self._ask_for_recovery(step, text)
+
+    def _tell_once(self, topic: str, step: int, text: str) -> None:
+        """A warning that is no verdict, once a run."""
+        if text and topic not in self._told:
+            self._told.add(topic)
+            self.trainer.bus.emit(Warned(step=step, topic=topic, message=text))
 
     def _ask_for_recovery(self, step: int, text: str) -> None:
         """Only where there is a ladder to climb: without one an exploding run would end here."""

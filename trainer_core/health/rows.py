@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .alerts import Alerts
+from .dynamic_range import GroupRange, ranges
 from .groups import Tensor, group_words
 from .records import SlowRecord, TensorSample
 from .rules_slow import group_rms
@@ -35,7 +36,8 @@ def health_rows(
         tensor = tensors.get(f"{module}.lora_down.weight")
         if tensor is not None and not math.isnan(quotient):
             quotients.setdefault(tensor.group, []).append(quotient)
-    rows = []
+    found_ranges = {one.group: one for one in ranges(record, tensors)}
+    rows: list[tuple[str, Row]] = []
     for group, found in sorted(members.items()):
         verdict = alerts.of_group(group)
         rows.append(
@@ -54,6 +56,7 @@ def health_rows(
                     **_role("a", [s for t, s in found if t.role == "A"]),
                     **_role("b", [s for t, s in found if t.role == "B"]),
                     "rejected_ratio": rejected_ratio,
+                    **_range(found_ranges.get(group)),
                     "tensors": len(found),
                     "name": group_words(group),
                     "verdict": HEALTHY if verdict is None else verdict.kind,
@@ -83,6 +86,14 @@ def _short(value: float | None) -> str:
 def _norms(samples: Sequence[TensorSample]) -> Row:
     weight, update = _total(s.weight for s in samples), _total(s.update for s in samples)
     return {"norm": _total(s.grad for s in samples), "update_ratio": update / weight if weight > 0 else 0.0}
+
+
+def _range(found: GroupRange | None) -> Row:
+    """How the group's gradients lie in fp16, at the loss scale of the step."""
+    if found is None:
+        return {}
+    known = _known(headroom_bits=found.headroom, flushed_share=found.flushed, best_scale=found.best_scale)
+    return {**known, "suits": found.format}
 
 
 def _role(letter: str, samples: Sequence[TensorSample]) -> Row:

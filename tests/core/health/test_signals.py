@@ -11,6 +11,7 @@ from health_records import fast
 
 from trainer_core.health.dynamic_range import group_range, range_table, ranges, recommended_scale
 from trainer_core.health.groups import describe
+from trainer_core.health.headroom import ForwardHeadroom, headroom_text
 from trainer_core.health.records import HIGHEST_EXPONENT, LOWEST_EXPONENT, SlowRecord
 from trainer_core.health.signals import UpdateProbe
 from trainer_core.health.slope import slope_interval
@@ -144,6 +145,33 @@ def test_the_range_table_tells_which_groups_overflow_in_fp16_only() -> None:
     wide[-45 - LOWEST_EXPONENT], wide[10 - LOWEST_EXPONENT] = 500, 500
     unfit = group_range("down1.cross", wide, 0, 2.0**10.5, 1.0)
     assert (unfit.suits_fp16, unfit.format) == (False, "bf16")
+
+
+class _Block(torch.nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.resnets = torch.nn.ModuleList([torch.nn.Identity()])
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.resnets[0](x * self.factor))
+
+
+@pytest.mark.parametrize(("largest", "told"), [(4e4, "Set precision.compute"), (1e4, "Watch it"), (1e3, "")])
+def test_activations_near_fp16s_end_are_told(largest: float, told: str) -> None:
+    unet = torch.nn.Module()
+    unet.down_blocks = torch.nn.ModuleList([_Block(largest)])
+    headroom = ForwardHeadroom(unet, every=5)
+    found = {}
+    for step in range(1, 11):
+        unet.down_blocks[0](torch.tensor([-1.0, 0.5]))
+        if seen := headroom.turn(step):
+            found[step] = seen
+    assert set(found) == {5, 10}, "every fifth step, and hooks hang for these only"
+    assert found[5] == {"down_blocks.0.resnets.0": pytest.approx(math.log2(65504 / largest))}
+    text = headroom_text(found[5])
+    assert told in text
+    assert bool(text) == bool(told)
 
 
 def test_slope_of_noise_is_seldom_called_a_decline() -> None:
