@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,3 +141,55 @@ def pack_errors(log: str) -> list[str]:
     return [
         part for part in log.split("Traceback (most recent call last)")[1:] if "pack_under_test/nodes" in part[:3000]
     ]
+
+
+def test_the_routes_refuse_what_they_should(comfyui: ComfyUI) -> None:
+    """Through ComfyUI's own server: what is no id, no JSON, too long, or comes from a foreign page."""
+    base = "/safe_scaler/api/v1"
+    runs = comfyui.get(f"{base}/runs")["runs"]
+    assert comfyui.get(f"/api{base}/runs")["runs"] == runs
+    run_id = runs[0]["run_id"]
+    for path in (
+        "..",
+        "%2e%2e",
+        "..%2f..%2fetc",
+        "%00",
+        f"{run_id}%2f..%2f..",
+        f"{run_id}/previews/..%2f..%2fconfig.json",
+    ):
+        assert ask(comfyui, "GET", f"{base}/runs/{path}") in (400, 404), path
+    assert ask(comfyui, "GET", f"{base}/runs/{run_id}/../../../../config.json") in (400, 404)
+    assert ask(comfyui, "PATCH", f"{base}/config/refresh_rate", b'{"interval_ms": 250}') == 415
+    json_type = {"Content-Type": "application/json"}
+    assert ask(comfyui, "PATCH", f"{base}/config/refresh_rate", b'{"interval_ms": 250}', **json_type) == 200
+    assert ask(comfyui, "PATCH", f"{base}/config/refresh_rate", b'{"interval_ms": 50}', **json_type) == 400
+    assert ask(comfyui, "POST", f"{base}/runs/{run_id}/commands", b" " * 70_000, **json_type) == 413
+    foreign = {**json_type, "Origin": "http://evil.example"}
+    assert ask(comfyui, "DELETE", f"{base}/runs/{run_id}", b"{}", **foreign) == 403
+    assert ask(comfyui, "GET", f"{base}/runs", Origin="http://evil.example", Host=f"192.168.0.9:{comfyui.port}") == 403
+    assert ask(comfyui, "POST", f"{base}/runs/{run_id}/commands", b'{"cmd": "pause"}', **json_type) == 409
+
+
+def test_the_heartbeat_comes(comfyui: ComfyUI) -> None:
+    socket = comfyui.connect("heartbeat")
+    socket.settimeout(30)
+    try:
+        while True:
+            frame = socket.recv()
+            message = json.loads(frame) if isinstance(frame, str) else {}
+            if message.get("type") == "safe_scaler.ping":
+                break
+    finally:
+        socket.close()
+    assert message["data"]["type"] == "ping"
+    assert abs(message["data"]["ts"] - time.time()) < 30
+
+
+def ask(comfyui: ComfyUI, method: str, path: str, body: bytes | None = None, **headers: str) -> int:
+    """Status of a request whose path is sent as it is."""
+    connection = http.client.HTTPConnection("127.0.0.1", comfyui.port, timeout=60)
+    try:
+        connection.request(method, path, body, headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()

@@ -37,7 +37,12 @@ class Keeping:
         bus.subscribe(self.recorder)
         self.store = CheckpointStore(folder, io=io)
         self.checkpoints = RunCheckpoints(
-            self.store, self._state, CheckpointConfig(**config), bus, best_step=lambda: self.best, clock=lambda: self.now
+            self.store,
+            self._state,
+            CheckpointConfig(**config),
+            bus,
+            best_step=lambda: self.best,
+            clock=lambda: self.now,
         )
 
     def _state(self) -> RunState:

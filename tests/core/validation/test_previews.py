@@ -216,9 +216,7 @@ def test_ready_embeddings_replace_the_text_encoders(
     assert Image.open(live.file).tobytes() == Image.open(cached.file).tobytes()
 
 
-def test_a_broken_listener_ends_nothing(
-    micro: SDXLModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_listener_ends_nothing(micro: SDXLModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def listener(_: PreviewResult) -> None:
         raise Boom("listener")
 
