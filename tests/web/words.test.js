@@ -5,7 +5,7 @@ import { Alerts } from "../../web/js/alerts.js";
 import { readReply, shortName } from "../../web/js/comfy_host.js";
 import { bareName, bytes, clock, duration, memory, number, plural, tick } from "../../web/js/format.js";
 import { byPrompt } from "../../web/js/gallery.js";
-import { phaseWords, sentence, stateWord, tone, verdictWord, withoutPaths } from "../../web/js/sentences.js";
+import { groupName, phaseWords, sentence, stateWord, tone, verdictWord, withoutPaths } from "../../web/js/sentences.js";
 import { event, runFinished, stepFinished, stepRejected } from "./events.mjs";
 
 test("numbers as a person reads them", () => {
@@ -58,6 +58,8 @@ test("each kind of event has its sentence", () => {
   assert.deepEqual([stateWord("running", true), stateWord("interrupted")], ["Paused", "Interrupted"]);
   const verdicts = ["HEALTHY", "warning", "EXPLODING", "info", "NON-FINITE", "TE1-DEAD", "CLIP-SATURATED", "IMBALANCED"];
   assert.deepEqual(verdicts.map(tone), ["good", "warn", "bad", "note", "bad", "bad", "warn", "warn"]);
+  const groups = ["down1.cross", "mid.ff", "te1", "up0.conv", "other"].map(groupName);
+  assert.deepEqual(groups, ["Down 1 cross-attn", "Middle feed-forward", "Text encoder 1", "Up 0 conv", "other"]);
   assert.deepEqual(["TE1-DEAD", "HEALTHY"].map(verdictWord), ["Text encoder 1 dead", "Healthy"]);
 });
 

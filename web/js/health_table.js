@@ -2,7 +2,7 @@
 
 import { h, keyed, setText } from "./dom.js";
 import { number } from "./format.js";
-import { partName, tone, verdictWord } from "./sentences.js";
+import { groupName, tone, verdictWord } from "./sentences.js";
 
 const SIGNS = { good: "✓", warn: "▲", bad: "✕", note: "·" };
 
@@ -69,7 +69,7 @@ function fillRow(element, row, columns) {
   const kind = tone(word);
   element.title = row.data.sentence ?? "";
   element.replaceChildren(
-    h("th", { scope: "row", text: row.data.name ?? partName(row.module) }),
+    h("th", { scope: "row", text: groupName(row.module), title: row.data.name }),
     h("td", { class: `ss-${kind}`, text: `${SIGNS[kind]} ${verdictWord(word)}` }),
     ...columns.map((name) => h("td", { class: "ss-number", text: FIGURES[name].text(row.data[name]) })),
   );

@@ -7,7 +7,7 @@ import { memory, number } from "./format.js";
 import { stateWord, tone, verdictWord } from "./sentences.js";
 
 const SHOWN = ["norms", "loss"];
-const HEIGHT = 280;
+const HEIGHT = 312;
 
 export function addMonitorWidget(node, client, environment) {
   loadStyles();

@@ -92,6 +92,16 @@ export function partName(part) {
   return PARTS[part] ?? part;
 }
 
+const BLOCKS = { down: "Down", up: "Up", mid: "Middle" };
+const KINDS = { self: "self-attn", cross: "cross-attn", ff: "feed-forward", proj: "projections", conv: "conv" };
+
+/** A module group in few letters: `down1.cross` is "Down 1 cross-attn". */
+export function groupName(group) {
+  const found = /^(down|up|mid)(\d*)\.(\w+)$/.exec(group);
+  if (!found) return partName(group);
+  return [BLOCKS[found[1]], found[2], KINDS[found[3]] ?? found[3]].filter(Boolean).join(" ");
+}
+
 /** Tone of a severity or of a verdict's word. */
 export function tone(word) {
   const text = String(word ?? "").toLowerCase();
