@@ -261,7 +261,7 @@ def train_then_generate(graph: Graph) -> None:
 
 def health_investigation(graph: Graph) -> None:
     links = _start(graph)
-    monitor = graph.add("SafeScalerGradientMonitor", (400, 1010), (420, 620))
+    monitor = graph.add("SafeScalerGradientMonitor", (850, 660), (420, 620))
     train = graph.add(
         "SafeScalerTrain", (400, 60), (420, 900), output_name="too_fast", monitor=(monitor, "monitor"), **links,
         **{**_TOY_TRAIN, "learning_rate": 0.05, "steps": 150},
@@ -272,7 +272,7 @@ def health_investigation(graph: Graph) -> None:
         graph,
         "## What goes wrong when the learning rate is too high\n25 times the usual rate. Watch the **monitor** while "
         "it runs, and read the **report** afterwards. Then set *learning_rate* to 0.002 and compare.",
-        (850, 660),
+        (1300, 660),
     )
 
 

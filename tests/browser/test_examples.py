@@ -55,7 +55,7 @@ def page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         server.wait_until_up()
         server.post("/api/settings/Comfy.TutorialCompleted", True)
         server.post("/api/settings/Comfy.VueNodes.Enabled", False)
-        opened = ComfyPage(browser, server.port, width=1600, height=1000)
+        opened = ComfyPage(browser, server.port, width=2000, height=1300)
         opened.open()
         yield opened
     finally:
