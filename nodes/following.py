@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -90,16 +91,23 @@ def follow(run_dir: Path, node_id: str, monitor_node_id: str | None = None) -> c
         live.publish(run, event)
         display(event)
 
+    stop_asked = threading.Event()
+
+    def transport(cmd: str) -> str:
+        if cmd == "stop":
+            stop_asked.set()  # holds also while no worker is there to hear it, between two starts
+        return supervisor.send(cmd)
+
     def should_stop() -> bool:
         relay.tick()
-        return host.interrupted()
+        return stop_asked.is_set() or host.interrupted()
 
     supervisor = core.Supervisor(run_dir, on_event, should_stop=should_stop)
     run = LiveRun(
         run_id=run_dir.name,
         run_dir=run_dir,
         node_id=node_id,
-        transport=supervisor.send,
+        transport=transport,
         monitor_node_id=monitor_node_id,
         prompt_id=host.current_prompt(),
     )

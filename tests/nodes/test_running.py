@@ -180,6 +180,32 @@ def test_a_missing_checkpoint_file_is_said_at_once(pack: Any) -> None:
     assert check(checkpoint="toy (built in, for a first try)") is True
 
 
+def test_a_stop_that_no_worker_hears_is_kept(
+    part: Any, core: Any, comfyui: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two starts of a worker there is nobody to read a command."""
+    live, seen = part("live"), []
+
+    class BetweenStarts:
+        def __init__(self, run_dir: Path, on_event: Any, *, should_stop: Any) -> None:
+            self.should_stop, self.on_event = should_stop, on_event
+
+        def send(self, cmd: str) -> str:
+            return "lost"
+
+        def run(self) -> str:
+            run = live.live_runs()[tmp_path.name]
+            seen.append(self.should_stop())
+            assert run.send("stop", timeout=0.0).ok
+            seen.append(self.should_stop())
+            return "over"
+
+    monkeypatch.setattr(core, "Supervisor", BetweenStarts)
+    assert part("following").follow(tmp_path, "4") == "over"
+    assert seen == [False, True]
+    assert live.live_runs() == {}
+
+
 def test_making_a_run_brings_neither_diffusers_nor_peft_into_the_host() -> None:
     """ComfyUI's process stays as it was: what builds a model's layers is checked by the worker."""
     import subprocess
