@@ -170,3 +170,32 @@ def test_a_text_encoder_that_is_not_reached_is_an_error(site: SimpleNamespace) -
     finally:
         del encoder.forward
     assert site.health.audit().sound
+
+
+def test_watching_reads_nothing_from_the_device(site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast or full measurement: not one read more than a step without gradient health."""
+    trainer, counts = site.trainer, {"reads": 0}
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self: torch.Tensor, *args: Any, _original: Any = original) -> Any:
+            counts["reads"] += 1
+            return _original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+
+    def reads(*, watched: bool, due: bool) -> int:
+        trainer.health, counts["reads"] = site.health if watched else None, 0
+        site.health.probe.due = due
+        assert trainer.train_step()
+        return counts["reads"]
+
+    trainer.parts.network.train()
+    reads(watched=True, due=True)  # the optimizer's state is made in the first step
+    rows_before = site.health.latest
+    plain, fast, full = reads(watched=False, due=False), reads(watched=True, due=False), reads(watched=True, due=True)
+    assert plain >= 1, "the step's own reading"
+    assert fast == plain
+    assert full == plain
+    assert site.health.latest is not rows_before
+    assert site.health.latest.slow is not None
