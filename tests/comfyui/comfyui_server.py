@@ -116,7 +116,7 @@ class ComfyUI:
     def log(self) -> str:
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
-    def wait_until_up(self, seconds: float = 180) -> None:
+    def wait_until_up(self, seconds: float = 400) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -165,7 +165,7 @@ class ComfyUI:
         return Outcome(reply["prompt_id"])
 
     def wait(
-        self, outcome: Outcome, on_message: Callable[[Message], object] = lambda _: None, seconds: float = 180
+        self, outcome: Outcome, on_message: Callable[[Message], object] = lambda _: None, seconds: float = 500
     ) -> Outcome:
         """Read the socket until the prompt is over, or `on_message`, which sees every message, returns True."""
         assert self._socket is not None
@@ -183,7 +183,7 @@ class ComfyUI:
         raise AssertionError(f"the prompt is not over after {seconds:.0f} s:\n{self.log[-3000:]}")
 
     def run(
-        self, graph: Graph, on_message: Callable[[Message], object] = lambda _: None, seconds: float = 180
+        self, graph: Graph, on_message: Callable[[Message], object] = lambda _: None, seconds: float = 500
     ) -> Outcome:
         return self.wait(self.queue(graph), on_message, seconds)
 

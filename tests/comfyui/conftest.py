@@ -68,7 +68,7 @@ def unbroken(comfyui: ComfyUI) -> Unbroken:
         "pictures": node("ProbeDescribe", value=["look", 0]),
         "sheet": node("ProbeDescribe", value=["look", 1]),
     }  # fmt: skip
-    outcome = comfyui.run(graph, seconds=300)
+    outcome = comfyui.run(graph)
     assert outcome.status == "success", f"{outcome.error}\n{comfyui.log[-3000:]}"
     run_id = outcome.events("RunStarted")[0]["run_id"]
     lora = comfyui.output / "loras" / "unbroken.safetensors"

@@ -70,7 +70,7 @@ def test_a_killed_worker_is_started_again_and_the_result_is_bit_equal(comfyui: C
         holder = (comfyui.output / "safe_scaler" / run_id / ".lock").read_text()
         os.kill(int(holder.split()[1]), signal.SIGKILL)
 
-    done = comfyui.run(small_graph(output_name="killed"), AfterStep(5, kill), seconds=300)
+    done = comfyui.run(small_graph(output_name="killed"), AfterStep(5, kill))
     assert done.status == "success", done.error
     restarts = [event for event in done.events("Warned") if event["data"]["topic"] == "restart"]
     assert len(restarts) == 1
