@@ -248,4 +248,6 @@ def factor_shapes(base: nn.Module, rank: int, path: str) -> tuple[tuple[int, ...
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """Type that a layer computes in for input `x`: autocast's where it is on, else the input's own."""
     kind = x.device.type
+    if kind == "meta":  # memory is estimated on it; it knows no autocast
+        return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
