@@ -283,6 +283,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--per-run", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after this long; the next call goes on")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="keep model, pictures and the unbroken run here for the next call"
+    )
     parser.add_argument("--spawn", action="store_true", help="start the real worker for every attempt")
     parser.add_argument("--fresh", action="store_true", help="forget kept results")
     parser.add_argument("--smoke", action="store_true", help="4 kills, nothing kept")
@@ -293,15 +296,7 @@ def main() -> None:
     if arguments.fresh:
         kept.unlink(missing_ok=True)
     begun = time.perf_counter()
-    folder = Path(tempfile.mkdtemp(prefix="safe-scaler-faults-"))
-    model, pictures = prepare(folder)
-    whole = create_run(config_for(model, pictures, folder / "whole")).path
-    started = time.perf_counter()
-    _, status = finish_run(whole, arguments.spawn)
-    typical = time.perf_counter() - started
-    if not status.startswith("finished"):
-        raise RuntimeError(f"the unbroken run ended as {status}; see {whole}")
-    print(f"unbroken run: {typical:.1f} s, {len(record_of(whole))} steps")
+    folder, whole, typical = unbroken_run(arguments.folder, arguments.spawn)
     while len(kills) < wanted and not (arguments.minutes and time.perf_counter() - begun > arguments.minutes * 60):
         first = max((kill.number for kill in kills), default=-1) + 1
         numbers = list(range(first, first + min(arguments.per_run, wanted - len(kills))))
@@ -313,9 +308,30 @@ def main() -> None:
         if not arguments.smoke:
             with kept.open("a", encoding="utf-8") as stream:
                 stream.writelines(json.dumps(asdict(kill)) + "\n" for kill in kills[-max(1, len(new)) :])
-    if not any(kill.damage for kill in kills):
+    if arguments.folder is None and not any(kill.damage for kill in kills):
         shutil.rmtree(folder)
     report([kill for kill in kills if kill.moment != "finished first"], store=not arguments.smoke)
+
+
+def unbroken_run(kept: Path | None, spawn: bool) -> tuple[Path, Path, float]:
+    """(work folder, the unbroken run, its seconds), from an earlier call where `kept` holds them."""
+    folder = kept or Path(tempfile.mkdtemp(prefix="safe-scaler-faults-"))
+    note = folder / "unbroken.json"
+    if note.exists():
+        known = json.loads(note.read_text(encoding="utf-8"))
+        print(f"unbroken run of an earlier call: {known['seconds']:.1f} s")
+        return folder, Path(known["run"]), float(known["seconds"])
+    folder.mkdir(parents=True, exist_ok=True)
+    model, pictures = prepare(folder)
+    whole = create_run(config_for(model, pictures, folder / "whole")).path
+    started = time.perf_counter()
+    _, status = finish_run(whole, spawn)
+    typical = time.perf_counter() - started
+    if not status.startswith("finished"):
+        raise RuntimeError(f"the unbroken run ended as {status}; see {whole}")
+    print(f"unbroken run: {typical:.1f} s, {len(record_of(whole))} steps")
+    note.write_text(json.dumps({"run": str(whole), "seconds": typical}), encoding="utf-8")
+    return folder, whole, typical
 
 
 def read_kept(path: Path) -> list[Kill]:

@@ -25,6 +25,7 @@ from trainer_core.runs.database import RunDatabase
 from trainer_core.runs.protocol import Commands
 
 BEFORE, AFTER = 2, 2
+"""Steps. The loss scale grows after the last one, so that its state shows in nothing else."""
 
 
 class Noticed:
@@ -149,7 +150,7 @@ def test_resume_ablation_every_item_left_out_is_noticed(micro_model: Path, pictu
         lora={"dropout": 0.1, "preset": "attention"},
         optimizer={"learning_rate": 1e-3, "ema_decay": 0.9, "te1_lr": 0.0, "te2_lr": 0.0},
         schedule={"type": "linear", "warmup_steps": 4},
-        precision={"compute": "fp16", "initial_loss_scale": 64.0, "loss_scale_growth_interval": 3},
+        precision={"compute": "fp16", "initial_loss_scale": 64.0, "loss_scale_growth_interval": 4},
         run={"max_train_steps": 20},
     )
     with assembled(config) as assembly:
