@@ -17,6 +17,7 @@ const TAB = "safeScaler";
 const client = new PanelClient(comfyTransport(api));
 let environment = null;
 let unmount = null;
+let mounted = null;
 
 const COMMANDS = [
   ["Stop", "Stop training (saves first)", "pi pi-stop", "stop"],
@@ -90,14 +91,14 @@ app.registerExtension({
       type: "custom",
       render: (element) => {
         // ComfyUI may call this again for the same element.
-        if (element.dataset.safeScaler) return;
-        element.dataset.safeScaler = "1";
+        if (element === mounted) return;
         unmount?.();
         unmount = mountPanel(element, client, environment);
+        mounted = element;
       },
       destroy: () => {
         unmount?.();
-        unmount = null;
+        unmount = mounted = null;
       },
     });
     client.start();
