@@ -140,7 +140,7 @@ def check_page(port: int, tab: str | None = None) -> None:
         page.on("pageerror", lambda error: problems.append(str(error)) if "safe_scaler" in str(error.stack) else None)
         page.goto(f"http://127.0.0.1:{port}/", timeout=120_000)
         if tab:
-            page.get_by_role("tab", name=tab).first.click(timeout=120_000)
+            page.locator("button", has_text=tab).first.click(timeout=120_000)  # no role in gradio 3
         frame = page.frame_locator("iframe[title^=Safe-Scaler]").first
         frame.locator(".ss-charts canvas").first.wait_for(timeout=120_000)
         frame.locator(".ss-thumb img").first.wait_for(timeout=120_000)
