@@ -12,6 +12,7 @@ from .site import Planted, Site
 Sections = Mapping[str, Mapping[str, Any]]
 
 FROZEN_ENCODERS: Sections = {"optimizer": {"te1_lr": 0.0, "te2_lr": 0.0}}
+TRAINED_ENCODERS: Sections = {"optimizer": {"te1_lr": None, "te2_lr": None}}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("orphaned-parameters", "F3", "a third of the tensors is replaced after the optimizer was made", ("STALE",),
           _SAMPLES_3, inject.orphaned_parameters, early=True, sections=FROZEN_ENCODERS),
     Fault("te2-detached", "F4", "text encoder 2 is trained, but its outputs are detached", ("TE2-DEAD",), 9,
-          inject.te2_detached, early=True),
+          inject.te2_detached, early=True, sections=TRAINED_ENCODERS),
     Fault("nan-latent", "F5", "one picture's latents are NaN in one step", ("NON-FINITE",), 1, inject.nan_latent,
           transient=True, sections=FROZEN_ENCODERS),
     Fault("corrupt-pictures", "F6", "the latents of some pictures stay NaN", ("NON-FINITE",), 5,
@@ -95,9 +96,9 @@ LOOKALIKES: tuple[Lookalike, ...] = (
               sections=FROZEN_ENCODERS),
     Lookalike("warm-up-cosine", "H2", "the rate begins at 0 and ends near 0",
               sections={**FROZEN_ENCODERS, "schedule": {"type": "cosine", "warmup_steps": 20}}),
-    Lookalike("encoders-trained", "H3", "text encoder 1's last layer never gets a gradient"),
+    Lookalike("encoders-trained", "H3", "text encoder 1's last layer never gets a gradient", sections=TRAINED_ENCODERS),
     Lookalike("captions-dropped", "H4", "a third of the captions is dropped, with embeddings of zeros",
-              inject.zero_embeddings, {"dataset": {"caption_dropout": 0.3}}),
+              inject.zero_embeddings, {**TRAINED_ENCODERS, "dataset": {"caption_dropout": 0.3}}),
     Lookalike("tiny-loss", "H5", "the loss is weighted with 1e-5", inject.tiny_loss, FROZEN_ENCODERS),
     Lookalike("accumulation", "H6", "four micro-batches a step",
               sections={**FROZEN_ENCODERS, "gradient": {"accumulation": 4}, "dataset": {"batch_size": 1}}),
