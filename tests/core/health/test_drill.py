@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer_core.cli import main
+from trainer_core.config import trained_parts
 from trainer_core.drill.faults import FAULTS, LOOKALIKES, find_fault
 from trainer_core.drill.run import drill_config, horizon_ok, run_with, with_sections
 from trainer_core.health.ring import read_ring
@@ -41,6 +42,14 @@ def test_faults_and_lookalikes_cover_the_documents_lists() -> None:
     assert len(FAULTS) >= 16
     assert len(LOOKALIKES) >= 9
     assert {f"H{n}" for n in range(1, 7)} <= {one.recipe for one in LOOKALIKES}
+
+
+def test_runs_train_the_encoders_that_their_fault_or_look_is_about() -> None:
+    """F4, H3 and H4 say nothing when the encoders are frozen, as they are by default."""
+    for one in (*FAULTS, *LOOKALIKES):
+        if one.recipe in ("F4", "H3", "H4"):
+            config = with_sections(drill_config(Path("m"), Path("p"), Path("o"), steps=1, seed=0), one.sections)
+            assert set(trained_parts(config)) == {"unet", "te1", "te2"}, one.name
 
 
 def test_an_unknown_fault_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
