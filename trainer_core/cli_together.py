@@ -57,7 +57,8 @@ def train_together(prepare: Callable[[], Path], *, limit_s: float, around: Calla
             result = run_together(prepare, commands=commands, sink=console, limit_s=limit_s, around=around)
         except TrainerError as error:
             console.close()
-            print(f"safe-scaler: {error}", file=sys.stderr)
+            if speaks():  # it repeats what another process failed of
+                print(f"safe-scaler: {error}", file=sys.stderr)
             return 1
     console.close()
     if result is None:

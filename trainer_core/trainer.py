@@ -185,6 +185,8 @@ class Trainer:
         self.bus.emit(PhaseChanged(step=self.state.step, phase="training", total=self.total_steps))
         self.parts.network.train()
         if self.parts.memory is not None and self.parts.memory.probes and self.state.step < self.total_steps:
+            if self.parts.processes is not None:
+                self.parts.processes.gate("probe")  # the first one may still be validating
             self.probe()
             self.parts.memory.probed()
         while self.state.step < self.total_steps:

@@ -6,9 +6,11 @@ cached blocks back. Batch size, rank and resolution are never touched: no number
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -132,13 +134,23 @@ def device_memory(device: torch.device) -> MemoryReading | None:
 
 
 def _nvml_used(device: torch.device) -> int | None:
+    handle = _nvml_handle(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    if handle is None:
+        return None
+    import pynvml  # pyright: ignore[reportMissingModuleSource]
+
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+@functools.cache
+def _nvml_handle(uuid: str) -> Any:
+    """NVML's handle of a device; None where NVML is not installed or does not know it."""
     try:
         import pynvml  # pyright: ignore[reportMissingModuleSource]
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).used)
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except (pynvml.NVMLError, AttributeError):
         return None

@@ -54,6 +54,7 @@ class UpdateGuard:
         self._optimizer = optimizer
         self._device = device
         self._ema = ema
+        self._bytes = sum(parameter.numel() * 4 for parameter in self._parameters())
         self._room = room or (lambda: free_bytes(device))
         self._tell = tell
 
@@ -120,8 +121,7 @@ class UpdateGuard:
         room = self._room()
         if room is None:
             return True
-        size = sum(parameter.numel() * 4 for parameter in self._parameters())
-        return room < (2 if self._optimizer.state else 4) * size
+        return room < (2 if self._optimizer.state else 4) * self._bytes
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
