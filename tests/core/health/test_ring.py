@@ -26,10 +26,11 @@ from health_records import fast, network
 from trainer_core.health.ring import RingWriter
 tensors = network(3)
 ring = RingWriter({path!r}, list(tensors), slots=256)
-print("ready", flush=True)
 step = 0
 while True:
     step += 1
+    if step == 20:
+        print("ready", flush=True)
     ring.write(fast(tensors, step, norms=dict.fromkeys(tensors, float(step)), grad_norm=float(step)))
 """
 
@@ -74,7 +75,7 @@ def test_it_is_readable_after_sigkill(tmp_path: Path) -> None:
         writer.wait()
         writer.stdout.close()
         records = read_ring(path)
-        assert records, "nothing was written before the kill"
+        assert len(records) >= 19, "what was written before the kill is there"
         steps = np.array([record.step for record in records])
         assert (np.diff(steps) == 1).all(), "only whole records, in order"
         for record in records:
