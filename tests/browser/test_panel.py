@@ -31,7 +31,7 @@ NODES: list[dict[str, Any]] = [
     {"key": "train", "type": "SafeScalerTrain", "pos": [740, 60], "size": [330, 900], "widgets": {
         "purpose": "own settings", "vram": "own settings", "output_name": "panel", "steps": 400, "learning_rate": 1e-3,
         "train_seed": 7, "preview_prompts": "a red heart --s 2", "preview_every": 3, "device": "cpu", "batch_size": 1,
-        "validate_every": 5, "more_settings": "preview.at_start = true"}},
+        "validate_every": 5, "more_settings": "preview.at_start = true\nvalidation.max_pictures = 2\nvalidation.bands = 2"}},
 ]  # fmt: skip
 LINKS = [
     ("load", "model", "data", "model"),
@@ -167,7 +167,7 @@ def test_the_routes_refuse_what_they_should(comfyui: ComfyUI) -> None:
     foreign = {**json_type, "Origin": "http://evil.example"}
     assert ask(comfyui, "DELETE", f"{base}/runs/{run_id}", b"{}", **foreign) == 403
     assert ask(comfyui, "GET", f"{base}/runs", Origin="http://evil.example", Host=f"192.168.0.9:{comfyui.port}") == 403
-    assert ask(comfyui, "POST", f"{base}/runs/{run_id}/commands", b'{"cmd": "pause"}', **json_type) == 409
+    assert ask(comfyui, "POST", f"{base}/runs/{run_id}/commands", b'{"cmd": "explode"}', **json_type) == 400
 
 
 def test_the_heartbeat_comes(comfyui: ComfyUI) -> None:
