@@ -31,7 +31,8 @@ NODES: list[dict[str, Any]] = [
     {"key": "train", "type": "SafeScalerTrain", "pos": [740, 60], "size": [330, 900], "widgets": {
         "purpose": "own settings", "vram": "own settings", "output_name": "panel", "steps": 400, "learning_rate": 1e-3,
         "train_seed": 7, "preview_prompts": "a red heart --s 2", "preview_every": 3, "device": "cpu", "batch_size": 1,
-        "validate_every": 5, "more_settings": "preview.at_start = true\nvalidation.max_pictures = 2\nvalidation.bands = 2"}},
+        "validate_every": 5,
+        "more_settings": "preview.at_start = true\nvalidation.max_pictures = 2\nvalidation.bands = 2"}},
 ]  # fmt: skip
 LINKS = [
     ("load", "model", "data", "model"),
