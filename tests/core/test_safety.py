@@ -120,37 +120,35 @@ def test_u4_a_poisoned_picture_is_dropped_and_the_rest_computed_again(
 
 
 def test_u4_the_rest_keeps_draws_and_divisor(
-    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, inject: Callable[[Fault], None]
+    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient without sample j is the whole step's minus j's share, whatever the micro-batch split."""
+    """The gradient without sample j is the whole step's minus j's share of it."""
     from trainer_core.step_work import StepWork
 
-    seen: list[tuple[StepWork, dict[str, torch.Tensor]]] = []
-    original = Trainer._decide
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+    original = Trainer.run
 
-    def decide(self: Trainer, work: StepWork, *rest: Any) -> None:
-        parameters = dict(self.parts.network.named_parameters())
-        seen.append((work, {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}))
-        original(self, work, *rest)
+    def gradients(trainer: Trainer, name: str, work: StepWork) -> None:
+        assert trainer.accumulation.run(work)
+        parameters = trainer.parts.network.named_parameters()
+        seen[name] = {key: p.grad.clone() for key, p in parameters if p.grad is not None}
+        trainer.parts.precision.abandon(trainer.parts.optimizer)
 
-    monkeypatch.setattr(Trainer, "_decide", decide)
-    bad: list[str] = []
-    inject(lambda _, batch, loss_B: loss_B * torch.tensor([math.nan if f in bad else 1.0 for f in batch.files]))
-    train(config_for("whole", steps=1, dataset={"batch_size": 3}))
-    files = [ref.key for ref in seen[0][0].refs]
-    assert len(files) == 3
-    share: list[dict[str, torch.Tensor]] = []
-    inject(lambda _, batch, loss_B: loss_B * torch.tensor([float(key == files[1]) for key in batch.sample_keys]))
-    train(config_for("one", steps=1, dataset={"batch_size": 3}))
-    inject(
-        lambda _, batch, loss_B: loss_B * torch.tensor([math.nan if k == files[1] else 1.0 for k in batch.sample_keys])
-    )
-    train(config_for("rest", steps=1, dataset={"batch_size": 3}))
-    (_, whole), (_, one), (work, rest) = seen
-    assert (work.divisor, len(work.refs), len(work.dropped)) == (3, 2, 1)
-    assert not share
-    for name, value in rest.items():
-        torch.testing.assert_close(value, whole[name] - one[name], rtol=1e-3, atol=1e-7)
+    def run(self: Trainer) -> str:
+        work = self.guard.plan(*self._position())
+        assert (len(work.refs), work.divisor) == (3, 3)
+        gradients(self, "whole", work)
+        gradients(self, "share", StepWork(work.epoch, ((work.refs[1],),), 3))
+        rest = work.without([1])
+        assert (len(rest.refs), rest.divisor, rest.dropped) == (2, 3, (work.refs[1],))
+        gradients(self, "rest", rest)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "run", run)
+    train(config_for(steps=1, dataset={"batch_size": 3}))
+    assert seen["rest"]
+    for name, value in seen["rest"].items():
+        torch.testing.assert_close(value, seen["whole"][name] - seen["share"][name], rtol=1e-3, atol=1e-7)
 
 
 def test_u15_and_u6_every_rung_then_stop(
@@ -179,23 +177,6 @@ def test_u15_and_u6_every_rung_then_stop(
     assert "step-00000002-3" in checkpoints  # the state that every rung began with was written at once
 
 
-def test_a_transient_fault_is_left_behind(
-    config_for: Callable[..., TrainConfig], inject: Callable[[Fault], None]
-) -> None:
-    """Attempt 0 fails from step 4 on; after one rollback the run finishes with new draws and data left out."""
-    inject(nan_gradient_while(lambda trainer: trainer.state.attempt == 0 and trainer.state.step >= 3))
-    result, recorder = train(config_for(steps=8, checkpoint={"every_steps": 2}))
-    assert (result.status, result.step, result.applied) == ("finished", 8, 8), result.message
-    (said,) = recorder.of("Intervention")
-    assert said["action"].startswith("Went back from step 6 to step-00000002: other noise and other pictures; 5 steps'")
-    assert said["step"] == 2
-    import sqlite3
-
-    with sqlite3.connect(result.run_dir / "run.db") as database:
-        rows = database.execute("select attempt, count(*) from steps group by attempt").fetchall()
-    assert rows == [(0, 6), (1, 6)]
-
-
 def test_a_fault_before_the_first_checkpoint_goes_back_to_the_start(
     config_for: Callable[..., TrainConfig], inject: Callable[[Fault], None]
 ) -> None:
@@ -216,17 +197,32 @@ THREE_RUNGS: dict[str, dict[str, Any]] = {"checkpoint": {"every_steps": 2}, "pre
 @pytest.fixture(scope="module")
 def unbroken(
     micro_model: Path, small_pictures: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, list[float]]:
-    """A run whose attempts 0 to 2 fail: the hash of its file and its last losses."""
+) -> tuple[TrainResult, Recorder]:
+    """A run whose attempts 0 to 2 fail and whose attempt 3 reaches the end."""
     sections = {**LIGHT, **THREE_RUNGS, "run": {"max_train_steps": 6}}
     config = small_config(micro_model, small_pictures, tmp_path_factory.mktemp("unbroken"), **sections)
     original = Trainer.loss
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "loss", lambda self, epoch, batch: BROKEN(self, batch, original(self, epoch, batch)))
         result, recorder = train(config)
-    assert result.status == "finished", result.message
-    assert len(recorder.of("Intervention")) == 3
-    return body_hash(result.lora), recorder.losses[-4:]
+    return result, recorder
+
+
+def test_transient_faults_are_left_behind(unbroken: tuple[TrainResult, Recorder]) -> None:
+    """Every rollback says from where to where and why, the record keeps all attempts, and the run ends well."""
+    import sqlite3
+
+    result, recorder = unbroken
+    assert (result.status, result.step, result.applied) == ("finished", 6, 6), result.message
+    said = recorder.of("Intervention")
+    assert [(data["step"], data["attempt"]) for data in said] == [(2, 1), (2, 2), (2, 3)]
+    assert said[0]["action"] == (
+        "Went back from step 6 to step-00000002: other noise and other pictures; 5 steps' worth of data left out"
+    )
+    assert said[0]["reason"] == "3 steps in a row with gradients that are not finite at step 6 (FLOOR)"
+    with sqlite3.connect(result.run_dir / "run.db") as database:
+        rows = database.execute("select attempt, min(step), max(step) from steps group by attempt").fetchall()
+    assert rows == [(0, 1, 6), (1, 3, 6), (2, 3, 6), (3, 3, 6)]
 
 
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
@@ -234,7 +230,7 @@ def test_killed_after_a_rung_and_resumed_is_exact(
     config_for: Callable[..., TrainConfig],
     inject: Callable[[Fault], None],
     monkeypatch: pytest.MonkeyPatch,
-    unbroken: tuple[str, list[float]],
+    unbroken: tuple[TrainResult, Recorder],
     at: int,
 ) -> None:
     """The process dies one step after rung `at`; the result is the unbroken run's bit for bit."""
@@ -256,8 +252,8 @@ def test_killed_after_a_rung_and_resumed_is_exact(
     done = resume_run(run_dir, sink=recorder)
     assert done.status == "finished", done.message
     assert recorder.of("StepFinished")[-1]["lr"] == {"unet": 5e-4}
-    assert recorder.losses[-4:] == unbroken[1]
-    assert body_hash(done.lora) == unbroken[0]
+    assert recorder.losses[-4:] == unbroken[1].losses[-4:]
+    assert body_hash(done.lora) == body_hash(unbroken[0].lora)
 
 
 def test_too_many_bad_pictures_are_a_fault_of_the_data(
