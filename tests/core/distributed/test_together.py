@@ -36,7 +36,7 @@ def torchrun(count: int, config: Path, *flags: str) -> subprocess.CompletedProce
         text=True,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=900,
+        timeout=1800,
     )
 
 
