@@ -187,7 +187,7 @@ class HealthEngine:
     def expect_frozen(self, names: frozenset[str], source: str = "freezing") -> None:
         """Tensors that `source` keeps from moving on purpose: no FROZEN or DISCONNECTED follows."""
         self._frozen_by[source] = names
-        self.expected_frozen = frozenset().union(*self._frozen_by.values())
+        self.expected_frozen = frozenset(name for group in self._frozen_by.values() for name in group)
 
     def rebase(self) -> None:
         """What is trained now counts as the run's beginning: tensors and their number formats."""
