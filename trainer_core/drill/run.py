@@ -200,8 +200,7 @@ class _Collector:
 
 def _alarm(kind: str, step: int, data: Wire) -> Alarm | None:
     if kind == "Verdict" and data["severity"] not in ("info", "ok"):
-        modules = frozenset(word.strip().partition(" ")[0] for word in data["where"].split(", ") if word.strip())
-        return Alarm(step, data["kind"], modules, frozenset(), data["sentence"])
+        return Alarm(step, data["kind"], _modules(data["where"]), frozenset(), data["sentence"])
     if kind == "StepRejected" and data.get("phase") != "CALIBRATE":
         modules = frozenset(name.partition(".")[0] for name in data["culprits"])
         return Alarm(step, "NON-FINITE", modules, frozenset(data["samples"]), data["reason"])
@@ -209,6 +208,12 @@ def _alarm(kind: str, step: int, data: Wire) -> Alarm | None:
         file = data["action"].partition(" was left out")[0]
         return Alarm(step, "NON-FINITE", frozenset(), frozenset([file]), data["action"])
     return None
+
+
+def _modules(where: str) -> frozenset[str]:
+    """Adapters in a verdict's place: `lora_unet_..._to_q (input block 4), lora_...to_k.lora_up.weight`."""
+    words = (word.strip().partition(" ")[0].partition(".")[0] for word in where.split(","))
+    return frozenset(word for word in words if word.startswith("lora_"))
 
 
 def _matches(found: frozenset[str], planted: frozenset[str]) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from trainer_core.cli import main
 from trainer_core.config import trained_parts
 from trainer_core.drill.faults import FAULTS, LOOKALIKES, find_fault
-from trainer_core.drill.run import drill_config, horizon_ok, run_with, with_sections
+from trainer_core.drill.run import _modules, drill_config, horizon_ok, run_with, with_sections
 from trainer_core.health.ring import read_ring
 from trainer_core.runs.record import open_readonly
 
@@ -42,6 +42,11 @@ def test_faults_and_lookalikes_cover_the_documents_lists() -> None:
     assert len(FAULTS) >= 16
     assert len(LOOKALIKES) >= 9
     assert {f"H{n}" for n in range(1, 7)} <= {one.recipe for one in LOOKALIKES}
+
+
+def test_places_are_read_from_a_verdict() -> None:
+    where = "lora_te1_layers_2_q (text encoder 1, layer 2), lora_unet_x_to_k.lora_up.weight, middle"
+    assert _modules(where) == {"lora_te1_layers_2_q", "lora_unet_x_to_k"}
 
 
 def test_runs_train_the_encoders_that_their_fault_or_look_is_about() -> None:
