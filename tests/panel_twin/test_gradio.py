@@ -162,6 +162,8 @@ def test_the_panel_command(python: Path, output: Path, tmp_path: Path) -> None:
 
 
 def test_the_tab_in_a_web_ui(python: Path, output: Path, tmp_path: Path) -> None:
+    if "newest" in str(python):
+        pytest.skip("no web UI ships this gradio; the command above is tested on it")
     port = free_port()
     command = [str(python), str(HERE / "webui_host.py"), str(ROOT), str(output), str(port)]
     with serving(command, port, tmp_path / "webui.log"):
@@ -170,6 +172,8 @@ def test_the_tab_in_a_web_ui(python: Path, output: Path, tmp_path: Path) -> None
 
 
 def test_a_web_ui_with_a_password_guards_the_panel_too(python: Path, output: Path, tmp_path: Path) -> None:
+    if "newest" in str(python):
+        pytest.skip("no web UI ships this gradio")
     port = free_port()
     command = [str(python), str(HERE / "webui_host.py"), str(ROOT), str(output), str(port), "me:secret"]
     with serving(command, port, tmp_path / "webui.log"):
