@@ -113,6 +113,8 @@ def create_peft_network(
     for root in (model.unet, *model.text_encoders):
         root.requires_grad_(False)
     selected, before = select_targets(model, config, trained_parts), base_parameters_of(model)
+    if kind == "oft":
+        _refuse_wide_convolutions(selected)
     with seeded(seed), torch.inference_mode(False):
         raw = _inject(kind, selected, config)
     _take_over(raw, selected)
@@ -135,6 +137,18 @@ def check_peft_settings(config: LoraConfig) -> str:
         raise ConfigError([Problem("lora.network", config.network, "PEFT has no such kind here", f"{fix}.")])
     _extra_arguments(_config_class(kind), config)
     return kind
+
+
+def _refuse_wide_convolutions(selected: Sequence[Selected]) -> None:
+    """PEFT's OFT unfolds a convolution's input, rotates the patches and folds them back, which adds overlapping patches
+    up: with a 3x3 kernel even the untrained adapter multiplies its input by up to 9 (seen in PEFT 0.21.2)."""
+    wide = [one.target.name for one in selected if one.target.is_wide_conv]
+    if wide:
+        raise AdapterError(
+            f"PEFT's OFT computes wrong outputs on 3x3 convolutions, and {len(wide)} were selected, such as "
+            f"'{wide[0]}'. Leave them out (lora.conv_rank = 0, or a rule with rank=0), or use lora.network = "
+            "'lycoris.kohya' with algo=diag-oft."
+        )
 
 
 def _config_class(kind: str) -> Any:

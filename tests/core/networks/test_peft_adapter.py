@@ -147,6 +147,15 @@ def test_oft_has_no_strength(model: SDXLModel) -> None:
     network.detach()
 
 
+def test_oft_on_wide_convolutions_is_refused_because_pefts_layer_breaks_them(model: SDXLModel) -> None:
+    """PEFT unfolds the input and folds it back, which adds overlapping patches up: untrained, the output is wrong."""
+    settings = LoraConfig(rank=4, network="peft:oft", conv_rank=4)
+    before = outputs(model)
+    with pytest.raises(AdapterError, match=r"OFT .* 3x3 .*_in_layers_2.*lora\.conv_rank = 0"):
+        create_network(model, settings, trained_parts=("unet",), seed=3)
+    assert torch.equal(outputs(model), before)
+
+
 def test_our_own_and_pefts_lora_compute_the_same(model: SDXLModel, tmp_path: Path) -> None:
     ours = randomise(
         create_network(  # type: ignore[arg-type]
