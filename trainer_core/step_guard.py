@@ -84,7 +84,9 @@ class StepGuard:
         reason = verdict.reason
         if hit is not None and not hit.reproduced:
             reason += "; computed again it was finite, so a transient fault (memory, heat, driver) is likely"
-        self.last_where = hit.where if hit is not None else ""
+        where = hit.where if hit is not None else ""
+        if where or phases.rejected_in_a_row == 0:  # the first of a row was looked at, and speaks for the rest of it
+            self.last_where = where
         self.last_culprits = self._culprits(reading, verdict)
         self.last_samples = tuple(dict.fromkeys(self._file(ref) for ref in refs))
         self.tensor_hits.update(self.last_culprits)
@@ -103,7 +105,7 @@ class StepGuard:
                 culprits=self.last_culprits,
                 samples=self.last_samples[:_MOST_NAMES],
                 kind=verdict.kind,
-                where=self.last_where,
+                where=where,
                 micro_batch=_micro_batch(work, reading, hit),
                 timesteps=tuple(timestep_of(trainer, work.epoch, ref) for ref in refs[:_MOST_NAMES]),
                 phase=phases.phase,
