@@ -19,8 +19,9 @@ def test_the_worker_of_a_killed_comfyui_saves_and_ends_within_ten_seconds(comfyu
         if message["type"] != "safe_scaler.event" or message["data"]["event"]["type"] != "StepFinished":
             return False
         run_id = message["data"]["run_id"]
-        worker = int((comfyui.output / "safe_scaler" / run_id / ".lock").read_text().split()[1])
-        return True
+        run_dir = comfyui.output / "safe_scaler" / run_id
+        worker = int((run_dir / ".lock").read_text().split()[1])
+        return "orphan" in (run_dir / "config.json").read_text()  # not one that an earlier test left in the queue
 
     comfyui.wait(queued, stepped)
     process = psutil.Process(worker)
