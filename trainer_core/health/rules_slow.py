@@ -20,6 +20,7 @@ _FEWEST_STALE = 2
 _IMBALANCED_SHARE = 0.25
 _QUIET_RATE = 1e-3
 _ONE_COORDINATE = 0.01
+_LEAP, _LEAP_TIMES, _LEAPS_KEPT = 0.05, 8.0, 20
 
 
 class SlowRules:
@@ -34,6 +35,7 @@ class SlowRules:
         self._thresholds = thresholds
         self._age = 0.0
         self._peak_rate = 0.0
+        self._leaps: list[float] = []
         self._vanishing_of = [t.name for t in tensors.values() if t.part == "unet"] or list(tensors)
 
     def look(
@@ -66,7 +68,27 @@ class SlowRules:
         confirmed = self._streaks.see("state lost", ["optimizer"] if lost else [], 1)
         return [Finding("STATE-LOST", numbers={"before": before, "now": age})] if confirmed else []
 
+    def _leaping(self, record: SlowRecord) -> list[Finding]:
+        """lora_down (which does not begin at 0) moves by a part of itself that is many times what it was.
+
+        Where attention saturates, a far too high rate makes gradients smaller, and no norm shows it.
+        """
+        ratios = [
+            sample.update / sample.weight
+            for name, sample in record.tensors.items()
+            if self._tensors[name].role == "A" and sample.has_gradient and sample.weight > 0
+        ]
+        ratio = statistics.median(ratios) if ratios else 0.0
+        usual = statistics.median(self._leaps) if self._leaps else math.inf
+        if ratio > max(_LEAP, _LEAP_TIMES * usual):
+            return [Finding("EXPLODING", "", (), "leap", numbers={"ratio": ratio, "usual": usual})]
+        if ratio > 0:
+            self._leaps = [*self._leaps, ratio][-_LEAPS_KEPT:]
+        return []
+
     def _exploding(self, record: SlowRecord) -> list[Finding]:
+        if leap := self._leaping(record):
+            return leap
         worst = _worst_rms(record, self._tensors)
         if worst is None:
             return []
@@ -192,10 +214,11 @@ class SlowRules:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"age": self._age, "peak_rate": self._peak_rate}
+        return {"age": self._age, "peak_rate": self._peak_rate, "leaps": list(self._leaps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._age, self._peak_rate = float(state["age"]), float(state["peak_rate"])
+        self._leaps = [float(value) for value in state.get("leaps", ())]
 
 
 def group_rms(record: SlowRecord, tensors: Mapping[str, Tensor]) -> dict[str, float]:

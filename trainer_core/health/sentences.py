@@ -91,6 +91,11 @@ _TEXTS: dict[tuple[str, str], tuple[str, str, str]] = {
         "the learning rate is too high",
         "lower optimizer.learning_rate, or use gradient.clip = 'zclip'",
     ),
+    ("EXPLODING", "leap"): (
+        "Training is exploding: lora_down moves by {ratio:.0%} of itself in one step, {usual:.1%} was usual",
+        "the learning rate is too high",
+        "lower optimizer.learning_rate, or begin with a warm-up (schedule.warmup_steps)",
+    ),
     ("EXPLODING", "rms"): (
         "Training is exploding: gradients are {rms:.1f} times what the optimizer expects",
         "the learning rate is too high, or the optimizer's state does not fit the weights",

@@ -220,6 +220,18 @@ def test_gradients_beyond_what_the_optimizer_expects() -> None:
     assert (finding.kind, finding.severity) == ("EXPLODING", "warning")
 
 
+def test_weights_that_leap_are_exploding_though_no_norm_shows_it() -> None:
+    rules = slow_rules()
+    for age in (1.0, 10.0, 20.0):
+        assert rules.look(slow(TENSORS, age=age), fast(TENSORS), NOBODY, set()) == []
+    leap = changed(slow(TENSORS, age=30.0), list(TENSORS), update=0.2)
+    (finding,) = rules.look(leap, fast(TENSORS), NOBODY, set())
+    assert (finding.kind, finding.cause) == ("EXPLODING", "leap")
+    assert "moves by 20% of itself in one step, 1.0% was usual" in sentence(finding)
+    fresh = slow_rules()
+    assert fresh.look(changed(slow(TENSORS), list(TENSORS), update=0.2), fast(TENSORS), NOBODY, set()) == []
+
+
 def test_thresholds_become_stricter_and_never_looser() -> None:
     config = HealthConfig()
     quiet, noisy = Thresholds(config), Thresholds(config)
@@ -255,7 +267,22 @@ def test_ignored_verdicts_are_not_spoken_and_state_goes_through_json() -> None:
 
 def test_every_sentence_can_be_made_and_gives_two_things_to_try() -> None:
     numbers = dict.fromkeys(
-        ("tensors", "spikes", "norm", "times", "rms", "share", "changed", "q", "slope", "before", "now", "micro_batch"),
+        (
+            "ratio",
+            "usual",
+            "tensors",
+            "spikes",
+            "norm",
+            "times",
+            "rms",
+            "share",
+            "changed",
+            "q",
+            "slope",
+            "before",
+            "now",
+            "micro_batch",
+        ),
         2.0,
     )
     for (kind, cause), (_, _, fix) in _TEXTS.items():
