@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import unicodedata
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from .locations import read_location
@@ -87,10 +87,11 @@ class CaptionIndex:
 
     def add(self, name: str, suffix: str, stem: str) -> None:
         """Take in a file name with its lower-case ending and its `normal_stem`."""
-        by_stem = self._exact.get(suffix)
-        if by_stem is None:
-            by_stem = self._exact[suffix] = {}
-        by_stem.setdefault(stem, name)
+        self.adder(suffix)(stem, name)
+
+    def adder(self, suffix: str) -> Callable[[str, str], object]:
+        """`add` for files with one ending, called with stem and name: made for many calls."""
+        return self._exact.setdefault(suffix, {}).setdefault
 
     def stems(self, extension: str) -> Mapping[str, str]:
         """File names of the captions with this ending by stem."""
@@ -111,9 +112,13 @@ class CaptionIndex:
             }
         return self._folded
 
-    def without(self, stems: Container[str]) -> list[str]:
+    def without(self, stems: Set[str]) -> list[str]:
         """Captions whose stem is none of the pictures' `stems`."""
-        return [name for by_stem in self._exact.values() for stem, name in by_stem.items() if stem not in stems]
+        found: list[str] = []
+        for by_stem in self._exact.values():
+            if not by_stem.keys() <= stems:
+                found += [name for stem, name in by_stem.items() if stem not in stems]
+        return found
 
     def names(self) -> Iterable[str]:
         for by_stem in self._exact.values():

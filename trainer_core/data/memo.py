@@ -14,9 +14,10 @@ import os
 import sqlite3
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,35 +39,28 @@ Stamp = bytes
 
 _stat = os.stat
 _pack = struct.Struct("<qqqQ").pack
+_facts = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")  # one call for the four of them
 
 
 def stamp_of(path: str) -> Stamp | None:
     """The file's stamp (of what a link points to), or None when it cannot be looked at."""
     try:
-        found = _stat(path)
+        return _pack(*_facts(_stat(path)))
     except (OSError, ValueError):
         return None
-    return _pack(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
-@contextmanager
-def stamps_in(folder: str) -> Iterator[Callable[[str], Stamp | None]]:
+def stamps_in(folder: str, names: Sequence[str]) -> list[Stamp | None]:
     """`stamp_of` for names in one folder, which is looked up once where the system can do that."""
     try:
         number = os.open(folder, os.O_RDONLY) if _stat in os.supports_dir_fd else None
     except OSError:
         number = None
     start = os.path.join(folder, "") if number is None else ""
-
-    def stamp_in(name: str) -> Stamp | None:
-        try:
-            found = _stat(start + name, dir_fd=number)
-        except (OSError, ValueError):
-            return None
-        return _pack(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-
     try:
-        yield stamp_in
+        return [_pack(*_facts(_stat(start + name, dir_fd=number))) for name in names]
+    except (OSError, ValueError):  # one of them cannot be looked at: each for itself
+        return [stamp_of(os.path.join(folder, name)) for name in names]
     finally:
         if number is not None:
             os.close(number)
@@ -92,7 +86,10 @@ class Known:
 
 
 class Row(NamedTuple):
-    """One row as it is stored: what the fast path of the scan compares without making a `Known`."""
+    """One row as it is stored: what the fast path of the scan compares without making a `Known`.
+
+    `plain`: nothing has to be said about the picture, and its caption is one line of text.
+    """
 
     name: str
     stamp: Stamp
@@ -108,6 +105,7 @@ class Row(NamedTuple):
     caption: str | None
     caption_notes: str | None
     tokens: int
+    plain: int | None
 
     def known(self) -> Known:
         """The row as the scan uses it."""
@@ -118,6 +116,14 @@ class Row(NamedTuple):
             lines = tuple(self.caption.split("\n")) if self.caption else ()
             text = CaptionText(lines, tuple(json.loads(self.caption_notes)) if self.caption_notes else ())
         return Known(self.stamp, facts, self.caption_name, self.caption_key, self.caption_stamp, text, self.tokens)
+
+
+_SELECT = (
+    "SELECT name, stamp, hash, width, height, format, notes, reason, caption_name, caption_key, caption_stamp, "
+    "caption, caption_notes, tokens, "
+    "notes IS NULL AND reason IS NULL AND caption_notes IS NULL AND caption <> '' AND instr(caption, char(10)) = 0 "
+    "FROM files WHERE folder = ? AND name BETWEEN ? AND ? ORDER BY name"
+)
 
 
 class FileMemo:
@@ -138,23 +144,21 @@ class FileMemo:
     def active(self) -> bool:
         return self._base is not None
 
-    def folder(self, path: str) -> FolderMemo:
-        """What is known of one folder, to be asked for names in ascending order."""
-        return FolderMemo(self._rows(path))
+    def rows(self, folder: str, names: Sequence[str]) -> list[tuple[Any, ...] | None]:
+        """What is known of each of `names`: the fields of a `Row` as they come from the database, or None.
 
-    def _rows(self, folder: str) -> Iterator[tuple[Any, ...]]:
-        last = ""
-        while self._base is not None and is_text(folder):
-            rows = self._base.execute(
-                "SELECT name, stamp, hash, width, height, format, notes, reason, caption_name, caption_key, "
-                "caption_stamp, caption, caption_notes, tokens "
-                "FROM files WHERE folder = ? AND name > ? ORDER BY name LIMIT ?",
-                (folder, last, _PAGE),
-            ).fetchall()
-            yield from rows
-            if len(rows) < _PAGE:
-                return
-            last = rows[-1][0]
+        `names` ascend and are at most a few thousand: all are read at once.
+        """
+        storable = names if is_text("".join(names)) else list(filter(is_text, names))
+        if self._base is None or not storable or not is_text(folder):
+            return [None] * len(names)
+        found = self._base.execute(_SELECT, (folder, storable[0], storable[-1]))
+        first: list[tuple[Any, ...] | None] = found.fetchmany(len(names))
+        if [row[0] for row in first if row] == names:  # the usual case: no file came or went
+            return first
+        wanted = set(names)  # between first and last may lie any number of files that are gone
+        known = {row[0]: row for row in chain(first, found) if row and row[0] in wanted}
+        return [known.get(name) for name in names]
 
     def put(self, folder: str, name: str, known: Known) -> None:
         """Remember a picture. Written in batches; call `flush` at the end."""
@@ -199,21 +203,6 @@ def is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-class FolderMemo:
-    """A reader of one folder's rows that walks along with a sorted list of names."""
-
-    def __init__(self, rows: Iterator[tuple[Any, ...]]) -> None:
-        self._rows = rows
-        self._next = next(rows, None)
-
-    def find(self, name: str) -> tuple[Any, ...] | None:
-        """The fields of a `Row` as they come from the database, or None."""
-        row = self._next
-        while row is not None and row[0] < name:
-            row = self._next = next(self._rows, None)
-        return row if row is not None and row[0] == name else None
 
 
 def _open(path: Path) -> sqlite3.Connection:

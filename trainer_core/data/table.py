@@ -33,6 +33,8 @@ _COLUMNS = np.dtype(
         ("caption_end", "<u8"),
     ]
 )
+_PARTS = np.dtype([("start", f"V{_START.size}"), ("content", "V16"), ("name_end", "<u8"), ("caption_end", "<u8")])
+"""The same row as `add_many` puts it together."""
 _REPEATS_AT = struct.calcsize("<HIHIIII")
 
 
@@ -92,6 +94,21 @@ class ItemTable(Sequence[Item]):
         self._names += name.encode("utf-8", "surrogateescape")
         self._captions += caption.encode("utf-8", "surrogatepass")
         self._rows += start + content + _ENDS.pack(len(self._names), len(self._captions))
+
+    def add_many(
+        self, starts: Sequence[bytes], contents: Sequence[bytes], names: Sequence[str], captions: Sequence[str]
+    ) -> None:
+        """`add_known` for many pictures at once; the four have one entry a picture."""
+        files = [name.encode("utf-8", "surrogateescape") for name in names]
+        texts = [caption.encode("utf-8", "surrogatepass") for caption in captions]
+        rows = np.empty(len(files), _PARTS)
+        rows["start"] = np.frombuffer(b"".join(starts), _PARTS["start"])
+        rows["content"] = np.frombuffer(b"".join(contents), _PARTS["content"])
+        rows["name_end"] = len(self._names) + np.cumsum([len(name) for name in files])
+        rows["caption_end"] = len(self._captions) + np.cumsum([len(text) for text in texts])
+        self._names += b"".join(files)
+        self._captions += b"".join(texts)
+        self._rows += rows.tobytes()
 
     def _spec_id(self, spec: SetSpec) -> int:
         found = self._spec_ids.get(id(spec))
@@ -168,6 +185,9 @@ class ItemTable(Sequence[Item]):
         if len(self) < 2:
             return []
         halves = self._columns["content"]
+        firsts = np.sort(halves[:, 0])
+        if not (firsts[1:] == firsts[:-1]).any():  # the usual case, told at a tenth of the price
+            return []
         order = np.lexsort((halves[:, 1], halves[:, 0]))
         same = (halves[order][1:] == halves[order][:-1]).all(axis=1)
         groups: list[list[int]] = []
