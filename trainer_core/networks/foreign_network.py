@@ -166,10 +166,14 @@ class ForeignNetwork:
 
     def export_state_dict(self) -> dict[str, torch.Tensor]:
         """What a file holds: tensors under the module's own keys (kohya names), float32 on the CPU."""
-        return {
+        state = {
             key: value.detach().to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
             for key, value in self.raw.state_dict().items()
         }
+        for name, module in self.modules.items():
+            if hasattr(module, "up_list") and hasattr(module, "block_size"):
+                _mend_lycoris_dylora(state, name, module)
+        return state
 
     def load_export(self, state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
         """Take over a file's tensors with the module's own loading; returns keys that found no place.
@@ -235,6 +239,18 @@ def _taken_over(roots: list[nn.Module], base: BaseParameters) -> list[_Taken]:
         for module in modules
         if "forward" in module.__dict__
     ]
+
+
+def _mend_lycoris_dylora(state: dict[str, torch.Tensor], name: str, module: Any) -> None:
+    """Make a file of LyCORIS' DyLoRA compute what was trained.
+
+    At its full rank it trains with alpha / (number of blocks) (`DyLoraModule.get_weight`, lycoris 4.1.3) but writes
+    alpha as it was given, which every loader divides by the rank: the file would act `block_size` times too weakly.
+    A convolution's `lora_up` gets the four dimensions that loaders expect.
+    """
+    state[f"{name}.alpha"] = state[f"{name}.alpha"].float() * module.block_size
+    up, down = state[f"{name}.lora_up.weight"], state[f"{name}.lora_down.weight"]
+    state[f"{name}.lora_up.weight"] = up.reshape(*up.shape[:2], *[1] * (down.dim() - 2))
 
 
 def _some(keys: list[str]) -> str:

@@ -1,9 +1,11 @@
-"""Run by ComfyUI's own Python: does its LoRA loader match every key of a file on the real SDXL, with the right shapes?
+"""Run by ComfyUI's own Python: does its LoRA loader read a file, and what does it make of the weights?
 
-    python comfyui_judge.py COMFYUI_PATH FILE...
+    python comfyui_judge.py COMFYUI_PATH JOBS.json
 
-Prints one JSON line a file: {"file", "patches", "warnings", "wrong_shapes"}. Models are on the meta device, without
-weights.
+JOBS.json is {"probe": FILE, "files": [{"file": FILE, "outputs": FILE or null}, ...]}. One JSON line is printed a file:
+{"file", "patches" (of weights), "warnings" (also errors while it computes), "wrong_shapes"}. Models are on the meta
+device, without weights. With "outputs", ComfyUI computes the patched weights of the probe's layers (weights, biases and
+inputs by the layers' names in files), and the layers' outputs are written there.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 SDXL = {
@@ -69,22 +72,53 @@ def main() -> None:
         **{k: v.shape for k, v in text.state_dict().items()},
         **{k: v.shape for k, v in model.state_dict().items()},
     }
-    for path in sys.argv[2:]:
+    jobs = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    probe = safetensors.torch.load_file(jobs["probe"])
+    for job in jobs["files"]:
         collector = Collector()
         logging.getLogger().addHandler(collector)
-        patches = comfy.lora.load_lora(comfy.lora_convert.convert_lora(safetensors.torch.load_file(path)), dict(keys))
+        state = comfy.lora_convert.convert_lora(safetensors.torch.load_file(job["file"]))
+        patches = comfy.lora.load_lora(state, dict(keys))
+        if job["outputs"]:
+            safetensors.torch.save_file(outputs(probe, keys, patches), job["outputs"])
         logging.getLogger().removeHandler(collector)
-        wrong = [str(key) for key, patch in patches.items() if not fits(shapes, key, patch)]
-        print(json.dumps({"file": path, "patches": len(patches), "warnings": collector.lines, "wrong_shapes": wrong}))
+        weights = [key for key in patches if not str(key).endswith(".bias")]
+        wrong = [str(key) for key in weights if not fits(shapes, key, patches[key])]
+        found = {"file": job["file"], "patches": len(weights), "warnings": collector.lines, "wrong_shapes": wrong}
+        print(json.dumps(found), flush=True)
+
+
+def outputs(probe: dict[str, Any], keys: dict[str, Any], patches: dict[Any, Any]) -> dict[str, Any]:
+    """The probe's layers with the weights that ComfyUI computes, run on the probe's inputs."""
+    import comfy.lora
+    import torch
+
+    found: dict[str, Any] = {}
+    for name in sorted({key.partition(".")[0] for key in probe}):
+        key, x = keys[name], probe[f"{name}.x"]
+        values = {"weight": probe[f"{name}.weight"].clone(), "bias": probe.get(f"{name}.bias")}
+        for kind, place in (("weight", key), ("bias", f"{str(key)[: -len('.weight')]}.bias")):
+            if place in patches and values[kind] is not None:
+                entry = [(1.0, patches[place], 1.0, None, None)]
+                values[kind] = comfy.lora.calculate_weight(entry, values[kind].clone(), str(place))
+        weight, bias = values["weight"], values["bias"]
+        if weight.dim() == 4:
+            found[name] = torch.nn.functional.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
+        else:
+            found[name] = torch.nn.functional.linear(x, weight, bias)
+    return found
 
 
 def fits(shapes: dict[str, Any], key: Any, patch: Any) -> bool:
-    """Whether up (out, rank) and down (rank, in, ...) of a LoRA patch make the weight they are for."""
-    weights = getattr(patch, "weights", None)
+    """Whether a patch is for a weight of the model, and up (out, rank) and down (rank, in, ...) of a LoRA make it."""
     name = key[0] if isinstance(key, tuple) else key
-    if weights is None or name not in shapes:
+    if name not in shapes:
         return False
-    up, down = weights[0], weights[1]
+    if isinstance(patch, tuple):
+        return patch[1][0].shape == shapes[name]
+    if patch.name != "lora":
+        return True  # seen when it computes
+    up, down = patch.weights[0], patch.weights[1]
     return up.shape[0] == shapes[name][0] and up.shape[0] * down.flatten(1).shape[1] == shapes[name].numel()
 
 

@@ -1,4 +1,4 @@
-"""ComfyUI's own LoRA loader as judge, in its own Python: all keys of real SDXL matched, with the right shapes."""
+"""ComfyUI's own LoRA loader as judge, in its own Python: keys and shapes on real SDXL, and every kind's output."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from diffusers import UNet2DConditionModel
+from judge_cases import differences, read_table, verdict
 from network_cases import ALL_PARTS
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-import trainer_core
 from trainer_core.config import LoraConfig
 from trainer_core.networks import create_network, save_lora
 from trainer_core.networks.file_formats import to_format
@@ -27,19 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not (COMFYUI / "comfy").is_dir(), reason=f"no ComfyUI at '{COMFYUI}' (COMFYUI_PATH)"),
     pytest.mark.skipif(not PYTHON.is_file(), reason=f"no Python of ComfyUI at '{PYTHON}' (COMFYUI_PYTHON)"),
 ]
-
-
-@pytest.fixture(scope="module")
-def sdxl() -> Any:
-    folder = Path(trainer_core.__file__).parent / "assets" / "sdxl"
-    with torch.device("meta"):
-        return SimpleNamespace(
-            unet=UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(folder / "unet")),
-            text_encoders=(
-                CLIPTextModel(CLIPTextConfig.from_pretrained(folder / "text_encoder")),
-                CLIPTextModelWithProjection(CLIPTextConfig.from_pretrained(folder / "text_encoder_2")),
-            ),
-        )
 
 
 def write(sdxl: Any, path: Path, form: str, **settings: Any) -> int:
@@ -55,32 +41,62 @@ def write(sdxl: Any, path: Path, form: str, **settings: Any) -> int:
     return len(network.modules)
 
 
-def test_comfyui_matches_every_key_with_the_right_shape(sdxl: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def judged(kind_files: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """All questions in one start of ComfyUI's Python: files of all modules of SDXL, and one of every kind."""
+    folder = tmp_path_factory.mktemp("comfyui")
+    sdxl = kind_files.sdxl
     wanted = {
-        "linear": write(sdxl, tmp_path / "linear.safetensors", "kohya"),
-        "conv": write(sdxl, tmp_path / "conv.safetensors", "kohya", conv_rank=1),
-        "own_names": write(sdxl, tmp_path / "own_names.safetensors", "comfyui", conv_rank=1),
-        "everything": write(sdxl, tmp_path / "everything.safetensors", "kohya", targets=("time rank=1",)),
+        "linear": write(sdxl, folder / "linear.safetensors", "kohya"),
+        "conv": write(sdxl, folder / "conv.safetensors", "kohya", conv_rank=1),
+        "own_names": write(sdxl, folder / "own_names.safetensors", "comfyui", conv_rank=1),
+        "everything": write(sdxl, folder / "everything.safetensors", "kohya", targets=("time rank=1",)),
     }
-    assert wanted["linear"] == 986
-    assert wanted["conv"] == 1052
-    judge = Path(__file__).with_name("comfyui_judge.py")
-    files = [str(tmp_path / f"{name}.safetensors") for name in wanted]
+    files = [{"file": str(folder / f"{name}.safetensors"), "outputs": None} for name in wanted]
+    for i, one in enumerate(kind_files.files.values()):
+        files.append({"file": str(one.path), "outputs": str(folder / f"outputs{i}.safetensors")})
+    (folder / "jobs.json").write_text(json.dumps({"probe": str(kind_files.probe), "files": files}), encoding="utf-8")
     done = subprocess.run(
-        [str(PYTHON), str(judge), str(COMFYUI), *files],
+        [str(PYTHON), str(Path(__file__).with_name("comfyui_judge.py")), str(COMFYUI), str(folder / "jobs.json")],
         capture_output=True,
         text=True,
         check=False,
         cwd=COMFYUI,
         timeout=900,
-        env={**os.environ, "PYTHONPATH": ""},
+        env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
     )
     if "ModuleNotFoundError" in done.stderr:
         pytest.skip(f"ComfyUI's Python lacks a module: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(wanted)
-    for name, line in zip(wanted, lines, strict=True):
+    assert len(lines) == len(files)
+    outputs = [safetensors.torch.load_file(one["outputs"]) for one in files if one["outputs"]]
+    return SimpleNamespace(
+        wanted=wanted,
+        whole=dict(zip(wanted, lines, strict=False)),
+        kinds=dict(zip(kind_files.files, zip(lines[len(wanted) :], outputs, strict=True), strict=True)),
+    )
+
+
+def test_comfyui_matches_every_key_with_the_right_shape(judged: Any) -> None:
+    assert judged.wanted["linear"] == 986
+    assert judged.wanted["conv"] == 1052
+    for name, line in judged.whole.items():
         assert line["warnings"] == [], name
         assert line["wrong_shapes"] == [], name
-        assert line["patches"] == wanted[name], name
+        assert line["patches"] == judged.wanted[name], name
+
+
+def test_comfyui_reads_every_kind_that_it_supports_and_the_page_says_which(judged: Any, kind_files: Any) -> None:
+    verdicts = {}
+    for kind, (line, outputs) in judged.kinds.items():
+        file, prefix = kind_files.files[kind], "lora key not loaded: "
+        unread = [text.removeprefix(prefix) for text in line["warnings"] if text.startswith(prefix)]
+        assert len(unread) == len(line["warnings"]), (kind, line["warnings"])
+        assert line["wrong_shapes"] == [], kind
+        assert line["patches"] == (0 if unread else file.modules), kind
+        verdicts[kind] = verdict(unread, outputs, file)
+        print(kind, verdicts[kind], max(differences(outputs, file.outputs).values()))
+    page = read_table()
+    cells = {kind: page[kind]["ComfyUI"].replace(" (`test_comfyui_judge.py`)", "") for kind in verdicts}
+    assert cells == verdicts

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from judge_cases import read_table
 from network_cases import ALL_PARTS, unet_inputs
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -34,7 +35,6 @@ from trainer_core.networks.targets import Target
 CHECKOUT = Path(os.environ.get("SD_SCRIPTS_PATH", Path.home() / "sd-scripts"))
 PYTHON = Path(os.environ.get("SD_SCRIPTS_PYTHON", Path.home() / "sd-scripts-venv" / "bin" / "python"))
 CONFIGS = Path(trainer_core.__file__).parent / "assets" / "sdxl"
-PAGE = Path(__file__).parents[3] / "docs" / "networks.md"
 
 pytestmark = pytest.mark.skipif(
     not (CHECKOUT / "networks" / "lora.py").is_file(), reason=f"no sd-scripts at '{CHECKOUT}' (SD_SCRIPTS_PATH)"
@@ -162,20 +162,8 @@ def test_sd_scripts_loads_every_kind_it_supports(judged: Any) -> None:
     assert counts["native LoRA, with convolutions"] == 1052
     assert verdict(found[-2], 1052) == "yes"
     assert verdict(found[-1], 722) == "yes"
-    page = table(PAGE.read_text(encoding="utf-8"))
+    page = read_table()
     assert {kind: page[kind]["sd-scripts"].split()[0] for kind in verdicts} == verdicts
-
-
-def table(text: str) -> dict[str, dict[str, str]]:
-    """The table of kinds and judges in docs/networks.md: kind -> judge -> cell."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    head = next(i for i, line in enumerate(lines) if line.startswith("| kind "))
-    judges = [cell.strip() for cell in lines[head].strip("|").split("|")][1:]
-    rows: dict[str, dict[str, str]] = {}
-    for line in lines[head + 2 :]:
-        kind, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        rows[kind] = dict(zip(judges, cells, strict=True))
-    return rows
 
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
