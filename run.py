@@ -34,7 +34,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_PATIENCE_S = 6.0
 STILL_EVERY_S = 20.0
 STAMP = "safe-scaler.json"
-# Test files side by side, one a core; whole files, because what a file's tests share is made once. `test -n 0` undoes it.
+# Test files side by side, one a core; whole files, because a file's tests share what they make. `test -n 0` undoes it.
 PARALLEL = ("-n", "auto", "--maxprocesses=4", "--dist=loadfile")
 USAGE = """usage: python run.py [--venv FOLDER] COMMAND ...
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass
 
-from .config_memory import MemoryConfig as MemoryConfig
 from .config_freezing import FreezingConfig as FreezingConfig
 from .config_health import HealthConfig as HealthConfig
+from .config_memory import MemoryConfig as MemoryConfig
 from .config_option import STEPS_OR_SHARE as STEPS_OR_SHARE
 from .config_option import option
 from .config_safety import GradientConfig as GradientConfig

@@ -17,8 +17,8 @@ from typing import Any
 
 from .config import PARTS, TrainConfig, part_alpha, part_rank, part_rate, trained_parts
 from .config_fields import FIELDS, FieldSpec, allowed, did_you_mean
-from .config_rules_safety import SAFETY_RULES, safety_advice
 from .config_rules_health import HEALTH_RULES
+from .config_rules_safety import SAFETY_RULES, safety_advice
 from .config_rules_training import TRAINING_RULES, training_advice
 from .errors import Problem
 

@@ -40,7 +40,7 @@ class ObjectiveConfig:
     )
     latents: str = option(
         "sample",
-        "latents of a picture: drawn anew each time from what the VAE gives, or its mode (the mean), the same each time",
+        "latents of a picture: drawn anew each time from what the VAE gives, or their mode (the mean), always the same",
         choices=("sample", "mode"),
         advanced=True,
     )

@@ -139,7 +139,32 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 _DIFFUSERS_NAMES = frozenset(
-    ["revision", "variant", "enable_npu_flash_attention", "use_dora", "lora_layers", "dataset_name", "dataset_config_name", "image_column", "caption_column", "max_train_samples", "class_prompt", "num_class_images",  "do_edm_style_training", "prodigy_beta3", "prodigy_decouple", "prodigy_use_bias_correction", "prodigy_safeguard_warmup", "adam_weight_decay_text_encoder", "scale_lr", "validation_epochs", "hub_token", "hub_model_id", "push_to_hub", "report_to"]
+    [
+        "revision",
+        "variant",
+        "enable_npu_flash_attention",
+        "use_dora",
+        "lora_layers",
+        "dataset_name",
+        "dataset_config_name",
+        "image_column",
+        "caption_column",
+        "max_train_samples",
+        "class_prompt",
+        "num_class_images",
+        "do_edm_style_training",
+        "prodigy_beta3",
+        "prodigy_decouple",
+        "prodigy_use_bias_correction",
+        "prodigy_safeguard_warmup",
+        "adam_weight_decay_text_encoder",
+        "scale_lr",
+        "validation_epochs",
+        "hub_token",
+        "hub_model_id",
+        "push_to_hub",
+        "report_to",
+    ]
 )
 
 REFUSED: dict[str, Option] = {

@@ -330,7 +330,7 @@ def _space_message(step: int, needed: int, free: int, folder: Path, error: OSErr
     cause = f" ({error.strerror})" if error else ""
     if error is not None and error.errno == errno.EFBIG:
         return (
-            f"A file of the checkpoint of step {step} is larger than this file system or a limit on this process allows "
+            f"A file of the checkpoint of step {step} is larger than this file system or a limit on the process allows "
             f"({error.strerror}; {needed:,} bytes in all, {free:,} free in {folder}). Older checkpoints are untouched. "
             "Write to another disk (FAT32 ends at 4 GB a file) or lift the limit (ulimit -f)."
         )

@@ -44,8 +44,10 @@ def _prompt_block(data: ReportData, rows: Sequence[Row]) -> str:
     fold = ""
     if between:
         small = "".join(_figure(data, row, f"step {row['step']}", _SMALL_SIDE) for row in between)
-        head = f"{len(between)} of {len(rows) - 2} pictures between" if len(between) < len(rows) - 2 else (
-            plural(len(between), "picture") + " between"
+        head = (
+            f"{len(between)} of {len(rows) - 2} pictures between"
+            if len(between) < len(rows) - 2
+            else (plural(len(between), "picture") + " between")
         )
         fold = f'<details><summary>{head}</summary><div class="strip">{small}</div></details>'
     title = esc(prompt) if prompt else "<em>empty prompt</em>"

@@ -179,7 +179,7 @@ def _entries(path: Path, header: Mapping[str, Any], start: int) -> dict[str, Ent
             expected = math.prod(entry.shape) * entry.torch_dtype.itemsize
             if end - begin != expected:
                 raise ModelFileError(
-                    f"'{path}' is damaged: '{name}' should take {expected} bytes and takes {end - begin}. Get it again.",
+                    f"'{path}' is damaged: '{name}' takes {end - begin} bytes instead of {expected}. Get it again.",
                     path,
                 )
         entries[name] = entry

@@ -160,9 +160,7 @@ def parse_prompt_line(
     return prompt, warnings
 
 
-def _size(
-    values: dict[str, Any], config: PreviewConfig, rule: SizeRule, *, shown: str
-) -> tuple[int, int, list[str]]:
+def _size(values: dict[str, Any], config: PreviewConfig, rule: SizeRule, *, shown: str) -> tuple[int, int, list[str]]:
     wanted = (values.get("w", config.width or rule.native), values.get("h", config.height or rule.native))
     made = (rule.fit(wanted[0]), rule.fit(wanted[1]))
     if made == wanted:
