@@ -42,8 +42,8 @@ def create_run(
         ConfigError: with all problems of the config.
         ResourceError: the output folder cannot be written.
     """
-    asked = config_hash(to_dict(config))  # before the seed is drawn: the same request again must find this run
-    config = checked(config, light=light)
+    asked = config
+    config = checked(asked, light=light)
     output_dir = Path(config.run.output_dir).expanduser()
     check_writable(output_dir)
     run_id = new_run_id(datetime.now(timezone.utc))
@@ -56,7 +56,7 @@ def create_run(
             **(extra or {}),
             "run_id": folder.run_id,
             "config": plain,
-            "config_hash": asked,
+            "config_hash": config_hash(to_dict(asked)),  # without the drawn seed: the same request finds this run
             "final_lora": str(final.resolve()),
             "lora_stem": stem,
             "notes": list(notes or []),
