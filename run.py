@@ -35,7 +35,8 @@ INDEX_PATIENCE_S = 6.0
 STILL_EVERY_S = 20.0
 STAMP = "safe-scaler.json"
 # Test files side by side, one a core; whole files, because a file's tests share what they make. `test -n 0` undoes it.
-PARALLEL = ("-n", "auto", "--maxprocesses=4", "--dist=loadfile")
+# In the order of the folders: left to itself xdist begins with the files of most tests, and ends with long ones alone.
+PARALLEL = ("-n", "auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder")
 USAGE = """usage: python run.py [--venv FOLDER] COMMAND ...
 
   demo            teach the built-in toy model a new word and show what it learnt

@@ -52,7 +52,8 @@ def write_settings(path: Path, config: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
 def test_kind_ddp_equal_to_one_process_and_resumed_with_one(
     count: int, micro_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
