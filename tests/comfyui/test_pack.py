@@ -80,6 +80,7 @@ def run_short(comfyui: ComfyUI, name: str) -> None:
     assert (comfyui.output / "loras" / f"example_{name}.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_first_example_runs_to_the_end(comfyui: ComfyUI) -> None:
     run_short(comfyui, "first_lora")
 

@@ -105,6 +105,7 @@ def test_under_accelerate_launch(micro_model: Path, pictures: Path, tmp_path: Pa
     assert "step 2/2 100%" in done.stdout
 
 
+@pytest.mark.slow
 def test_supervised(micro_model: Path, pictures: Path, tmp_path: Path) -> None:
     words = f"--model.path {micro_model} --dataset.path {pictures} --output_dir {tmp_path} --batch_size 2 --workers 0"
     quick = "--lora.rank 2 --max_train_steps 1 --validation.enabled false --supervise"

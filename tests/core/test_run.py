@@ -78,7 +78,7 @@ def test_kind_side_effects_previews_and_validation_change_nothing(config_for: Ca
     assert body_hash(plain.lora) == body_hash(watched.lora)
 
 
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("at", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_kind_resume_state_stop_and_resume_is_exact(config_for: Callable[..., TrainConfig], at: int) -> None:
     """B14, B16, B18, B19: stop, resume, and the result is the unbroken run's, bit for bit, with one step count."""
     whole, unbroken = train(config_for("whole", run={"max_train_steps": 6}, lora={"dropout": 0.1}))
