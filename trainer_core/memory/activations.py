@@ -49,10 +49,10 @@ class Recompute:
             # Installs the recompute function everywhere and sets train mode; then all units off again.
             self._model.set_gradient_checkpointing(True, self._parts)
             for unit in _units(self._model.unet):
-                unit.gradient_checkpointing = False  # pyright: ignore[reportAttributeAccessIssue] - diffusers' flag
+                unit.gradient_checkpointing = False  # type: ignore[assignment] - diffusers' flag
             self._prepared = True
         for unit in units:
-            unit.gradient_checkpointing = True  # pyright: ignore[reportAttributeAccessIssue]
+            unit.gradient_checkpointing = True  # type: ignore[assignment]
         return name
 
     def everything(self) -> None:

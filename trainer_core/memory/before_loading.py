@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ def check_need(config: TrainConfig, device: torch.device, compute: str, emit: Ca
     refuse(asked, capacity)
 
 
-def asked_of(config: TrainConfig, compute: str, native_size: int) -> dict[str, object]:
+def asked_of(config: TrainConfig, compute: str, native_size: int) -> dict[str, Any]:
     """The arguments of `sdxl_need` for a config."""
     side = config.dataset.resolution or (native_size, native_size)
     batch = config.dataset.batch_size
@@ -57,7 +58,7 @@ def told(need: MemoryNeed, capacity: float) -> str:
     return f"Estimated memory: {'; '.join(need.lines())}, of {capacity / GIB:.1f} GiB on the device."
 
 
-def refuse(asked: dict[str, object], capacity: float) -> None:
+def refuse(asked: dict[str, Any], capacity: float) -> None:
     """ResourceError when the estimate is far above `capacity`."""
     need = sdxl_need(**asked)  # type: ignore[arg-type]
     if need.total <= REFUSED_ABOVE * capacity:

@@ -148,8 +148,8 @@ def rank_table(sets: Mapping[str, tuple[int, int]] = SDXL_SETS, base: int = SDXL
 
 def per_rank(module: nn.Module) -> int:
     """Adapter parameters of a linear or convolution layer for each unit of rank."""
-    outside, inside, *kernel = module.weight.shape  # type: ignore[union-attr]
-    return int(inside) * int(torch.Size(kernel).numel()) + int(outside)
+    outside, inside, *kernel = (int(side) for side in module.weight.shape)  # type: ignore[union-attr]
+    return inside * torch.Size(kernel).numel() + outside
 
 
 def set_of(modules: Iterable[nn.Module]) -> tuple[int, int]:
