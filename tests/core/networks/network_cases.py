@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 
 from trainer_core.config import LoraConfig
 from trainer_core.draws import Draws
-from trainer_core.models import SDXLModel
+from trainer_core.models import SDXLModel, encode_captions
 from trainer_core.networks import LoraNetwork, create_network
 
 ALL_PARTS = ("unet", "te1", "te2")
@@ -38,3 +40,11 @@ def unet_inputs(model: SDXLModel, batch: int = 2, side: int = 8) -> tuple[torch.
         draws.normal(0, "pooled", "test", (batch, pooled)),
         torch.tensor([[64.0, 64.0, 0.0, 0.0, 64.0, 64.0]] * batch),
     )
+
+
+def outputs(model: SDXLModel) -> torch.Tensor:
+    """Everything that adapters can change, for one fixed input, as one vector."""
+    random.seed(0)  # DyLoRA draws its rank from Python's stream, also outside training
+    with torch.no_grad():
+        text = encode_captions(model, ["a red square"])
+        return torch.cat([model.denoise(*unet_inputs(model)).flatten(), text.context_BTD.flatten(), text.pooled_BD[0]])

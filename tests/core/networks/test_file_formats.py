@@ -8,19 +8,13 @@ import pytest
 import safetensors.torch
 import torch
 from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
-from network_cases import full_network, randomise, unet_inputs
+from network_cases import full_network, outputs, randomise
 
 from trainer_core.errors import AdapterError
-from trainer_core.models import SDXLModel, encode_captions, load_sdxl
+from trainer_core.models import SDXLModel, load_sdxl
 from trainer_core.networks import load_lora, save_lora
 from trainer_core.networks.file_formats import to_format
 from trainer_core.networks.peft_folder import read_peft_folder, write_peft_folder
-
-
-def outputs(model: SDXLModel) -> torch.Tensor:
-    with torch.no_grad():
-        text = encode_captions(model, ["a red square"])
-        return torch.cat([model.denoise(*unet_inputs(model)).flatten(), text.context_BTD.flatten(), text.pooled_BD[0]])
 
 
 def test_comfyui_names_read_back_as_kohyas(model: SDXLModel, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
-from network_cases import ALL_PARTS, unet_inputs
+from network_cases import ALL_PARTS, outputs, unet_inputs
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 import trainer_core
@@ -100,13 +99,6 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     yield "networks.pretend"
     for name in ("networks", "networks.pretend"):
         sys.modules.pop(name, None)
-
-
-def outputs(model: SDXLModel) -> torch.Tensor:
-    random.seed(0)  # DyLoRA draws its rank from Python's stream, also outside training
-    with torch.no_grad():
-        text = encode_captions(model, ["a red square"])
-        return torch.cat([model.denoise(*unet_inputs(model)).flatten(), text.context_BTD.flatten(), text.pooled_BD[0]])
 
 
 def one_step(model: SDXLModel, network: ForeignNetwork) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from network_cases import full_network, randomise, unet_inputs
+from network_cases import full_network, outputs, randomise, unet_inputs
 
 from trainer_core.config import LoraConfig
 from trainer_core.draws import Draws
@@ -14,12 +14,6 @@ from trainer_core.models import SDXLModel, encode_captions, load_sdxl
 from trainer_core.networks import create_network, export_lora, load_lora, save_lora
 from trainer_core.networks.lowrank import top_singular
 from trainer_core.networks.merge import extract_lora, merge_lora
-
-
-def outputs(model: SDXLModel) -> torch.Tensor:
-    with torch.no_grad():
-        text = encode_captions(model, ["a red square"])
-        return torch.cat([model.denoise(*unet_inputs(model)).flatten(), text.context_BTD.flatten(), text.pooled_BD[0]])
 
 
 @pytest.fixture

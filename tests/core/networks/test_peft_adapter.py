@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from network_cases import randomise, unet_inputs
+from network_cases import outputs, randomise, unet_inputs
 
 from trainer_core.config import LoraConfig
 from trainer_core.draws import Draws
@@ -16,12 +16,6 @@ from trainer_core.networks import create_network, export_lora, load_lora, networ
 from trainer_core.networks.peft_adapter import KINDS, PeftNetwork
 
 PARTS = ("unet", "te2")
-
-
-def outputs(model: SDXLModel) -> torch.Tensor:
-    with torch.no_grad():
-        text = encode_captions(model, ["a red square"])
-        return torch.cat([model.denoise(*unet_inputs(model)).flatten(), text.context_BTD.flatten(), text.pooled_BD[0]])
 
 
 def make(model: SDXLModel, kind: str, **settings: Any) -> PeftNetwork:

@@ -17,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from judge_cases import read_table
-from network_cases import ALL_PARTS, unet_inputs
+from network_cases import ALL_PARTS, outputs, unet_inputs
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -252,15 +252,6 @@ def checkout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ("networks", "library"):
             del sys.modules[name]
-
-
-def outputs(model: SDXLModel) -> torch.Tensor:
-    import random
-
-    random.seed(0)
-    with torch.no_grad():
-        text = encode_captions(model, ["a red square"])
-        return torch.cat([model.denoise(*unet_inputs(model)).flatten(), text.context_BTD.flatten(), text.pooled_BD[0]])
 
 
 def one_step(model: SDXLModel, network: ForeignNetwork) -> None:

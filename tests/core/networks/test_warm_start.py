@@ -7,20 +7,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from network_cases import full_network, randomise, unet_inputs
+from network_cases import full_network, outputs, randomise, unet_inputs
 
 from trainer_core.config import LoraConfig
 from trainer_core.errors import AdapterError
-from trainer_core.models import SDXLModel, encode_captions
+from trainer_core.models import SDXLModel
 from trainer_core.networks import LoraNetwork, create_network, load_lora, network_from_file, save_lora, warm_start
 from trainer_core.networks.naming import unet_sgm_path
 from trainer_core.networks.resize import smallest_rank, truncate
-
-
-def outputs(model: SDXLModel) -> torch.Tensor:
-    with torch.no_grad():
-        text = encode_captions(model, ["a red square"])
-        return torch.cat([model.denoise(*unet_inputs(model)).flatten(), text.context_BTD.flatten(), text.pooled_BD[0]])
 
 
 def taught(model: SDXLModel, path: Path, **settings: object) -> torch.Tensor:
