@@ -147,7 +147,7 @@ class Accumulation:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return _Try(failed=(*now, first_line(error)))
+            return _Try(failed=(now[0], now[1], first_line(error)))
         return _Try()
 
     def _own(self, work: StepWork) -> Sequence[Refs]:

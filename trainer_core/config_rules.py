@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .config import PARTS, TrainConfig, part_alpha, part_rank, part_rate, trained_parts
 from .config_fields import FIELDS, FieldSpec, allowed, did_you_mean
@@ -57,8 +57,7 @@ def field_problem(spec: FieldSpec, value: Any) -> Problem | None:
     """What is wrong with one value by itself: not a number, outside its range, or not among its choices."""
     if value is None:
         return None
-    texts = value if isinstance(value, tuple) else (value,)
-    if any(isinstance(text, str) and _UNDECODED.search(text) for text in texts):
+    if _is_undecoded(value):
         why = "holds bytes that are no text in this system's encoding"
         return Problem(spec.key, value, why, "Rename it, or set the environment variable PYTHONUTF8=1.")
     if spec.choices and value not in spec.choices:
@@ -72,6 +71,12 @@ def field_problem(spec: FieldSpec, value: Any) -> Problem | None:
         return None
     why = _range_problem(spec, value)
     return Problem(spec.key, value, why, f"Write {allowed(spec)}.") if why else None
+
+
+def _is_undecoded(value: object) -> bool:
+    """Whether a text, or one of a list of texts, holds bytes that Python could not read."""
+    texts = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+    return any(isinstance(text, str) and _UNDECODED.search(text) for text in texts)
 
 
 def _range_problem(spec: FieldSpec, value: float) -> str | None:

@@ -77,7 +77,7 @@ def demo_config(lesson: TeachingSet, output_dir: Path, seed: int) -> TrainConfig
                 f"{lesson.known_prompts[0]} --d 3",
                 f"{lesson.known_prompts[3]} --d 4",
             ),
-            every_steps=200,
+            every_steps=400,  # before and after; looks in between cost time and change nothing
             steps=_SAMPLING_STEPS,
             guidance=_GUIDANCE,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -148,7 +148,7 @@ def _folder_name(file: str, root: str) -> str:
     return parent or Path(root.strip().strip("\"'")).name
 
 
-def _folders(items: tuple[Item, ...], root: str) -> tuple[dict[str, FolderFacts], dict[str, FolderFacts]]:
+def _folders(items: Sequence[Item], root: str) -> tuple[dict[str, FolderFacts], dict[str, FolderFacts]]:
     """Pictures and repeats a folder: (trained, prior)."""
     trained: dict[str, FolderFacts] = {}
     prior: dict[str, FolderFacts] = {}
@@ -160,7 +160,7 @@ def _folders(items: tuple[Item, ...], root: str) -> tuple[dict[str, FolderFacts]
     return trained, prior
 
 
-def _buckets(items: tuple[Item, ...]) -> list[tuple[tuple[int, int], int]]:
+def _buckets(items: Sequence[Item]) -> list[tuple[tuple[int, int], int]]:
     counts: dict[tuple[int, int], int] = {}
     for item in items:
         counts[item.bucket] = counts.get(item.bucket, 0) + item.repeats

@@ -201,7 +201,12 @@ def adapter_cast(site: Site) -> Planted:
 def requires_grad_off(site: Site) -> Planted:
     modules = site.modules()
     chosen = [modules[place] for place in site.choose("off", max(1, len(modules) // 5), len(modules))]
-    site.at(site.onset, lambda: [module.requires_grad_(False) for module in chosen] and None)
+
+    def switch_off() -> None:
+        for module in chosen:
+            module.requires_grad_(False)
+
+    site.at(site.onset, switch_off)
     return Planted(tuple(module.name for module in chosen))
 
 
