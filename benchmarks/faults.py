@@ -297,9 +297,9 @@ def main() -> None:
         kept.unlink(missing_ok=True)
     begun = time.perf_counter()
     folder, whole, typical = unbroken_run(arguments.folder, arguments.spawn)
-    while len(kills) < wanted and not (arguments.minutes and time.perf_counter() - begun > arguments.minutes * 60):
+    while done(kills) < wanted and not (arguments.minutes and time.perf_counter() - begun > arguments.minutes * 60):
         first = max((kill.number for kill in kills), default=-1) + 1
-        numbers = list(range(first, first + min(arguments.per_run, wanted - len(kills))))
+        numbers = list(range(first, first + min(arguments.per_run, wanted - done(kills))))
         new = campaign(folder, numbers, whole, typical, arguments.spawn)
         kills += new or [Kill(numbers[0], "finished first", 0)]
         for kill in new:
@@ -311,6 +311,11 @@ def main() -> None:
     if arguments.folder is None and not any(kill.damage for kill in kills):
         shutil.rmtree(folder)
     report([kill for kill in kills if kill.moment != "finished first"], store=not arguments.smoke)
+
+
+def done(kills: list[Kill]) -> int:
+    """Real kills: a run that finished before its first kill is none."""
+    return sum(kill.moment != "finished first" for kill in kills)
 
 
 def unbroken_run(kept: Path | None, spawn: bool) -> tuple[Path, Path, float]:
