@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 from . import __version__
 from .cli_files import COMMANDS as FILE_COMMANDS
 from .cli_health import COMMANDS as HEALTH_COMMANDS
-from .cli_together import launched, limit_of, resume_together, speaks, train_together
+from .cli_together import (
+    launch_problem,
+    launched,
+    limit_of,
+    resume_together,
+    speaks,
+    start_or_go_on,
+    train_together,
+)
 from .config_io import load_config, with_settings
 from .console import ConsoleProgress, make_safe
 from .errors import ConfigError, Problem, TrainerError
@@ -111,7 +119,7 @@ def train(words: Sequence[str]) -> int:
     from .build import create_run
 
     if launched() > 1:
-        return train_together(lambda: create_run(config, notes).path, limit_s=limit_of(config), around=_log_to)
+        return train_together(lambda: start_or_go_on(config, notes), limit_s=limit_of(config), around=_log_to)
     folder = create_run(config, notes)
     if resolved.special.get("supervise"):
         return _supervise(folder.path)
@@ -142,6 +150,8 @@ def _settings(words: Sequence[str], expected: int = 1) -> tuple[Resolved, Path |
     if resolved.special.get("supervise") and launched() > 1:
         fix = "Leave it out: torchrun --max-restarts N restarts all processes, and the run goes on from its checkpoint."
         resolved.problems.append(Problem("--supervise", True, "does not go with several processes", fix))
+    if trouble := launch_problem():
+        resolved.problems.append(trouble)
     return resolved, None if name is None else Path(str(name)).expanduser()
 
 

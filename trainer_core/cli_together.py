@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,7 +12,9 @@ from typing import Any
 
 from .config import TrainConfig
 from .console import ConsoleProgress
-from .errors import TrainerError
+from .errors import Problem, TrainerError
+
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def launched() -> int:
@@ -22,6 +25,47 @@ def launched() -> int:
 def speaks() -> bool:
     """Whether this is the process that talks to the user."""
     return launched() == 1 or (os.environ.get("RANK") or "0") == "0"
+
+
+def launch_problem() -> Problem | None:
+    """What is wrong where several processes were asked for, but each would train a run of its own.
+
+    accelerate launch starts a single process on a machine without several GPUs, whatever --num_processes says; that it
+    was more than 1 shows in MASTER_ADDR. mpirun tells its processes nothing that torch reads.
+    """
+    known = os.environ
+    if "WORLD_SIZE" in known:
+        return None
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"} <= set(known):
+        why = "was asked for several processes but started one, as it does where it sees no two GPUs"
+        fix = "Add --multi_gpu (on a CPU too), use torchrun --nproc_per_node N, or start it with --num_processes 1."
+        return Problem("accelerate launch", "one process", why, fix)
+    count = next((known[name] for name in _MPI_SIZES if known.get(name, "1") != "1"), None)
+    if count is not None:
+        why = "started processes that do not know each other: each would train a run of its own"
+        return Problem("mpirun", f"{count} processes", why, "Use torchrun --nproc_per_node N or accelerate launch.")
+    return None
+
+
+def start_or_go_on(config: TrainConfig, notes: list[str]) -> Path:
+    """A new run, or the one that these processes trained before their launcher restarted them (torchrun
+    --max-restarts). Called in process 0."""
+    from .prepare import create_run
+    from .runs.registry import list_runs
+
+    launch = _launch()
+    if launch and int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0") > 0:
+        for run in list_runs(Path(config.run.output_dir).expanduser()):
+            if not run.problem and run.folder.read_config().get("launch") == launch:
+                print(f"restarted by the launcher: going on with {run.folder.path}", flush=True)
+                return run.folder.path
+    return create_run(config, notes, extra={"launch": launch} if launch else None).path
+
+
+def _launch() -> str:
+    """Identity of the launcher that started this process; the same after it restarts its processes."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{name} {socket.gethostname()} {os.getppid()}" if name else ""
 
 
 def limit_of(config: TrainConfig) -> float:
