@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import trainer_core as core
 from . import host, live
+from .scans import scanned
+from .waiting import waiting_runs
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -36,7 +38,7 @@ def register(on_interval: Callable[[int], object] = lambda _: None) -> core.Pane
     server = host.prompt_server()
     if server is None:
         return None
-    api = core.PanelApi(live.output_folders, live.live_runs, on_interval)
+    api = core.PanelApi(live.output_folders, live.live_runs, on_interval, scanned, waiting_runs)
     handler = _handler(api)
     for method in _METHODS:
         server.routes.route(method, core.PANEL_PREFIX + "/{rest:.*}")(handler)

@@ -12,6 +12,7 @@ from . import host
 from .boundary import contained
 from .graph_pictures import Shown, thumbnails, write_pictures
 from .handles import DATASET, MODEL, DatasetHandle, ModelHandle
+from .scans import remember
 from .widgets import Declaration, setting, socket, text
 
 TOY = "toy"
@@ -105,7 +106,8 @@ class SafeScalerDataset:
         inputs = {name: _one(values) for name, values in lists.items()}
         model: ModelHandle | None = inputs.pop("model", None)
         settings = _settings(inputs, images, captions, model)
-        scan = _scan(settings, 1024 if model is None else model.native_size)
+        config, _ = core.load_config(None, settings, check=False)
+        scan = _scan(config, 1024 if model is None else model.native_size)
         if scan.error:
             raise core.DatasetError(f"{scan.error}\n\n{scan.summary()}", scan.folder)
         handle = DatasetHandle(
@@ -118,7 +120,9 @@ class SafeScalerDataset:
             settings=settings,
         )
         summary = scan.summary()
-        return {"ui": {"text": [summary], "images": _thumbnails(scan)}, "result": (handle, summary)}
+        identity = remember(config, handle.title, handle.pictures, summary)
+        shown = {"text": [summary], "images": _thumbnails(scan), "data_set": [identity]}
+        return {"ui": shown, "result": (handle, summary)}
 
 
 def _one(value: Any) -> Any:
@@ -161,8 +165,7 @@ def _folders(folder: str, images: list[Any] | None, captions: list[str] | None) 
     return str(host.resolve_input(folder)), None
 
 
-def _scan(settings: dict[str, Any], native_size: int) -> Any:
-    config, _ = core.load_config(None, settings, check=False)
+def _scan(config: core.TrainConfig, native_size: int) -> Any:
     bar = host.progress_bar()
     try:
         return core.examine_dataset(

@@ -20,7 +20,7 @@ _MOST_PICTURES = 24
 
 log = logging.getLogger(__name__)
 
-relay = Relay(host.send_event)
+relay = Relay(host.send_event, folders=lambda: (host.output_folder(), host.input_folder()))
 """The one sender of events to browsers; `relay.set_interval` changes its rate."""
 
 live.subscribe(relay)

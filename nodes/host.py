@@ -100,6 +100,16 @@ def current_prompt() -> str | None:
     return getattr(prompt_server(), "last_prompt_id", None)
 
 
+def queued_prompts() -> list[tuple[str, dict[str, Any]]]:
+    """(prompt id, graph) of every prompt that waits in ComfyUI's queue, in the order in which they will run."""
+    queue = getattr(prompt_server(), "prompt_queue", None)
+    if queue is None:
+        return []
+    # The older call copies every graph in depth; the newer one hands out what nobody changes.
+    _, waiting = (getattr(queue, "get_current_queue_volatile", None) or queue.get_current_queue)()
+    return [(str(item[1]), item[2]) for item in sorted(waiting, key=lambda item: item[0]) if isinstance(item[2], dict)]
+
+
 def prompt_server() -> Any:
     """ComfyUI's running server; None where there is none (its modules can be imported without one)."""
     from server import PromptServer

@@ -14,10 +14,11 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
-from pathlib import PurePosixPath, PureWindowsPath
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+from .. import trainer_core as core
 from .live import Event, Message
 
 CHANNEL = "safe_scaler.event"
@@ -27,18 +28,26 @@ MIN_INTERVAL_MS, MAX_INTERVAL_MS = 100, 10_000
 _MOST_WAITING = 1000
 """Steps that wait for one message at most; a message stays below a megabyte."""
 
-_FILE_FIELDS = ("file", "lora")
-
 log = logging.getLogger(__name__)
 
 Send = Callable[[str, dict[str, Any]], object]
 
 
 class Relay:
-    """Subscriber of `live` that forwards events. `send(channel, message)` is the host's thread-safe sender."""
+    """Subscriber of `live` that forwards events. `send(channel, message)` is the host's thread-safe sender.
 
-    def __init__(self, send: Send, interval_ms: int = 250, clock: Callable[[], float] = time.monotonic) -> None:
+    `folders`: the host's own; what lies below them keeps its path inside them in messages.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        interval_ms: int = 250,
+        clock: Callable[[], float] = time.monotonic,
+        folders: Callable[[], Iterable[Path]] = tuple,
+    ) -> None:
         self._send = send
+        self._folders = folders
         self._clock = clock
         self._lock = threading.RLock()
         self._waiting: dict[str, list[Message]] = {}
@@ -83,10 +92,13 @@ class Relay:
         *before, newest = waiting
         self._waiting[run_id] = []
         self._sent_at[run_id] = self._clock()
-        self._post({**newest, "earlier": [without_paths(m["event"]) for m in before]} if before else newest)
+        self._post({**newest, "earlier": [m["event"] for m in before]} if before else newest)
 
     def _post(self, message: Message) -> None:
-        message = {**message, "event": without_paths(message["event"])}
+        folders = tuple(self._folders())
+        message = {**message, "event": without_paths(message["event"], folders)}
+        if "earlier" in message:
+            message["earlier"] = [without_paths(event, folders) for event in message["earlier"]]
         try:
             json.dumps(message, allow_nan=False)
         except (TypeError, ValueError):
@@ -95,15 +107,6 @@ class Relay:
         self._send(CHANNEL, message)
 
 
-def without_paths(event: Event) -> Event:
-    """`event` with files outside the run folder as bare names: browsers get no paths of this machine."""
-    data = event["data"]
-    changed = {key: _name(data[key]) for key in _FILE_FIELDS if isinstance(data.get(key), str)}
-    return {**event, "data": {**data, **changed}} if changed else event
-
-
-def _name(file: str) -> str:
-    for kind in (PurePosixPath, PureWindowsPath):
-        if kind(file).is_absolute():
-            return kind(file).name
-    return file
+def without_paths(event: Event, folders: Iterable[Path] = ()) -> Event:
+    """`event` without places of this machine: files by their bare names, and none in messages either."""
+    return {**event, "data": core.hide_places(event["data"], folders)}

@@ -39,6 +39,7 @@ _LATER = {
     "RunFolder": "runs.folder",
     "RunInfo": "runs.registry",
     "RunOutcome": "runs.supervisor",
+    "ScannedSet": "panel.data_sets",
     "StopRequested": "data.records",
     "Supervisor": "runs.supervisor",
     "TrainConfig": "config",
@@ -50,10 +51,12 @@ _LATER = {
     "create_coverage_job": "coverage_job",
     "create_preview_job": "preview_job",
     "create_run": "prepare",
+    "data_set_id": "panel.data_sets",
     "describe_run": "runs.registry",
     "examine_dataset": "data.scan",
     "free_name": "runs.folder",
     "from_dict": "config_io",
+    "hide_places": "panel.places",
     "inspect_model": "models.inspection",
     "list_runs": "runs.registry",
     "load_config": "config_io",
@@ -119,8 +122,11 @@ if TYPE_CHECKING:
     from .panel.api import HEARTBEAT_S as PANEL_HEARTBEAT_S
     from .panel.api import PREFIX as PANEL_PREFIX
     from .panel.api import PanelApi as PanelApi
+    from .panel.data_sets import ScannedSet as ScannedSet
+    from .panel.data_sets import data_set_id as data_set_id
     from .panel.exchange import MAX_BODY as PANEL_MAX_BODY
     from .panel.exchange import Request as PanelRequest
+    from .panel.places import hide_places as hide_places
     from .prepare import change_run as change_run
     from .prepare import create_run as create_run
     from .preview_job import Cell as PreviewCell

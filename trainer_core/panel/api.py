@@ -17,7 +17,9 @@ from ..runs.protocol import COMMANDS
 from ..runs.record import open_readonly
 from ..runs.registry import RunInfo
 from . import control, share, snapshot, storage
+from .data_sets import DataSets, ScannedSet
 from .exchange import Refused, Reply, Request, check, refusal
+from .places import bare_text
 from .run_list import RunList, facts
 
 PREFIX = "/safe_scaler/api/v1"
@@ -28,6 +30,7 @@ _POINTS = 600
 
 _NO_STORE = {"Cache-Control": "no-store"}
 _PICTURE = {"Cache-Control": "private, max-age=86400", "X-Content-Type-Options": "nosniff"}
+_THUMBNAIL = {"Cache-Control": "private, max-age=60", "X-Content-Type-Options": "nosniff"}
 _REPORT = {
     # A report from elsewhere may hold anything: it is shown without scripts and without access to this page.
     "Content-Security-Policy": "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'",
@@ -45,6 +48,8 @@ class PanelApi:
         roots: the folders that hold `safe_scaler/<run_id>`, asked at every request.
         live: the runs this program follows, by run id; only they take every command.
         on_interval: told when the refresh interval is changed (milliseconds).
+        scanned: data sets that this program has scanned, by id.
+        waiting: runs that are asked for and have not begun, in their order.
     """
 
     def __init__(
@@ -52,8 +57,12 @@ class PanelApi:
         roots: Callable[[], Iterable[Path]],
         live: Callable[[], Mapping[str, control.Followed]] = dict,
         on_interval: Callable[[int], object] = lambda _: None,
+        scanned: Callable[[], Mapping[str, ScannedSet]] = dict,
+        waiting: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         self.runs = RunList(roots)
+        self.data_sets = DataSets(self.runs, scanned)
+        self._waiting = waiting
         self.interval_ms = DEFAULT_INTERVAL_MS
         self._live = live
         self._on_interval = on_interval
@@ -74,6 +83,11 @@ class PanelApi:
                 ("GET", "/runs/([^/]+)/disk", self._disk),
                 ("GET", "/runs/([^/]+)/report", self._report),
                 ("GET", "/runs/([^/]+)/share", self._share),
+                ("GET", "/data_sets", self._data_sets),
+                ("GET", "/data_sets/([^/]+)", self._data_set),
+                ("GET", "/data_sets/([^/]+)/captions", self._captions),
+                ("PATCH", "/data_sets/([^/]+)/captions/([^/]+)", self._change_caption),
+                ("GET", "/data_sets/([^/]+)/pictures/([^/]+)", self._picture),
             )
         ]
 
@@ -85,7 +99,7 @@ class PanelApi:
         except Refused as error:
             return refusal(error)
         except TrainerError as error:
-            return refusal(Refused(422, "problem", str(error)))
+            return refusal(Refused(422, "problem", bare_text(str(error))))
 
     def _dispatch(self, request: Request) -> Reply:
         allowed: list[str] = []
@@ -101,7 +115,8 @@ class PanelApi:
         raise Refused(404, "no_such_route", "There is nothing at this address. docs/http_api.md lists the addresses.")
 
     def _facts(self, info: RunInfo) -> dict[str, Any]:
-        return facts(info, self._live().get(info.run_id), paused=info.run_id in self._paused)
+        told = facts(info, self._live().get(info.run_id), paused=info.run_id in self._paused)
+        return {**told, "data_set": self.data_sets.of_run(info)}
 
     def _config(self, _: Request) -> Reply:
         return _json(
@@ -126,7 +141,7 @@ class PanelApi:
         return _json({"interval_ms": whole})
 
     def _list(self, _: Request) -> Reply:
-        return _json({"runs": [self._facts(info) for info in self.runs.all()]})
+        return _json({"runs": [self._facts(info) for info in self.runs.all()], "waiting": self._waiting()})
 
     def _run(self, _: Request, run_id: str) -> Reply:
         return _json(self._facts(self.runs.describe(self.runs.find(run_id))))
@@ -175,6 +190,21 @@ class PanelApi:
 
     def _share(self, request: Request, run_id: str) -> Reply:
         return _json(share.share_sheet(self.runs.find(run_id), request.query.get("metadata", "full")))
+
+    def _data_sets(self, _: Request) -> Reply:
+        return _json({"data_sets": self.data_sets.all()})
+
+    def _data_set(self, _: Request, identity: str) -> Reply:
+        return _json(self.data_sets.one(identity))
+
+    def _captions(self, request: Request, identity: str) -> Reply:
+        return _json(self.data_sets.captions(identity, request))
+
+    def _change_caption(self, request: Request, identity: str, key: str) -> Reply:
+        return _json(self.data_sets.change(identity, key, request.json()))
+
+    def _picture(self, _: Request, identity: str, key: str) -> Reply:
+        return Reply(content=self.data_sets.picture(identity, key), content_type="image/jpeg", headers=_THUMBNAIL)
 
     def _delete(self, request: Request, run_id: str) -> Reply:
         folder = self.runs.find(run_id)

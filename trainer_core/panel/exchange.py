@@ -60,16 +60,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """Either `data` (sent as JSON) or `file` with its type."""
+    """Either `data` (sent as JSON), or `file` or `content` with its type."""
 
     status: int = 200
     data: Any = None
     file: Path | None = None
+    content: bytes | None = None
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def body(self) -> bytes:
-        """The JSON text of `data`. ValueError for NaN and infinity, which no browser reads."""
+        """`content`, or the JSON text of `data`. ValueError for NaN and infinity, which no browser reads."""
+        if self.content is not None:
+            return self.content
         return json.dumps(self.data, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 

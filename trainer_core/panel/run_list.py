@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from typing import Any
 from ..runs.folder import RUNS_FOLDER, RunFolder
 from ..runs.registry import RunInfo, describe, list_runs
 from .exchange import Refused
+from .places import bare_text
 
 RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{4}(-\d{1,4})?")
 
@@ -95,8 +95,6 @@ def facts(info: RunInfo, followed: object | None = None, *, paused: bool = False
 
 
 def _unplaced(text: str, info: RunInfo) -> str:
-    """`text` without the place of the run's folder on this machine."""
+    """`text` without places of this machine."""
     folder = info.folder
-    for place in sorted({str(folder.path.parent), str(folder.path.resolve().parent)}, key=len, reverse=True):
-        text = text.replace(f"{place}{os.sep}", "")
-    return text.replace(f"{folder.output_dir}{os.sep}", "")
+    return bare_text(text, (folder.path.parent, folder.path.resolve().parent, folder.output_dir))

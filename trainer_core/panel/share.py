@@ -13,7 +13,7 @@ from typing import Any
 from ..runs.folder import RunFolder
 from ..runs.record import RunRecord, open_readonly
 from .exchange import Refused
-from .snapshot import bare_name
+from .places import bare_name
 
 DETAIL = ("full", "minimal")
 

@@ -6,12 +6,12 @@ Events with a `seq` above the snapshot's are applied on top by the panel: nothin
 from __future__ import annotations
 
 import time
-from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, cast
+from typing import Any
 
 from ..errors import TrainerError
 from ..runs.folder import RunFolder
 from ..runs.record import RunRecord, open_readonly
+from .places import bare_name, hide_places
 
 VERSION = 1
 MOST_EVENTS = 400
@@ -117,25 +117,8 @@ def without_paths(event: Row) -> Row:
 
 
 def hide_folder(value: Any, folder: RunFolder) -> Any:
-    """`value` with the run's place on this machine cut off from every text: messages quote the paths of files."""
-    places = sorted({str(folder.path), str(folder.path.resolve()), str(folder.output_dir)}, key=len, reverse=True)
-    return _cut(value, tuple(place + mark for place in places for mark in ("/", "\\")) + tuple(places))
-
-
-def _cut(value: Any, places: tuple[str, ...]) -> Any:
-    if isinstance(value, str):
-        for place in places:
-            value = value.replace(place, "" if place.endswith(("/", "\\")) else bare_name(place))
-        return value
-    if isinstance(value, dict):
-        return {key: _cut(item, places) for key, item in cast("dict[str, Any]", value).items()}
-    if isinstance(value, list):
-        return [_cut(item, places) for item in cast("list[Any]", value)]
-    return value
-
-
-def bare_name(file: str) -> str:
-    return PureWindowsPath(PurePosixPath(file).name).name
+    """`value` without places of this machine: messages quote the paths of files."""
+    return hide_places(value, (folder.path, folder.path.resolve(), folder.output_dir))
 
 
 def _only(row: Row, *names: str) -> Row:
