@@ -42,6 +42,17 @@ def test_the_built_in_pictures(scan: Any) -> None:
     assert shown["text"] == [report]
 
 
+def test_a_scan_is_known_to_the_panel_by_an_id(scan: Any, part: Any, core: Any, tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (80, 64), "red").save(tmp_path / "a.png")
+    handle, report, shown = scan(folder=str(tmp_path), validation_split=0.0)
+    known = part("scans").scanned()[shown["data_set"][0]]
+    assert (known.title, known.pictures, known.report) == (tmp_path.name, 1, report)
+    config, _ = core.load_config(None, dict(handle.settings), check=False)
+    assert core.data_set_id(config.dataset) == shown["data_set"][0]  # a run of it has the same id
+
+
 def test_a_relative_folder_starts_in_the_input_folder(scan: Any, comfyui: Any) -> None:
     from PIL import Image
 

@@ -157,3 +157,43 @@ def test_intervals_outside_the_limits_are_refused(relayed: Any, interval: int) -
         relay.set_interval(interval)
     relay.set_interval(100)
     assert relay.interval_ms == 100
+
+
+def test_messages_tell_no_places_of_the_machine(part: Any) -> None:
+    sent: list[dict[str, Any]] = []
+    relay = part("relay").Relay(lambda _, message: sent.append(message), folders=lambda: (Path("/srv/My Drive/out"),))
+    words = "Run r failed; see /srv/My Drive/out/safe_scaler/r/run.log and '/home/me/My Models/sdxl.safetensors'."
+    relay(message(event("StepFinished", 1, step=1)))
+    relay(message(event("StepFinished", 2, step=2, note="/home/me/x")))
+    relay(message(event("RunFinished", 3, message=words, lora=None)))
+    assert sent[-1]["event"]["data"]["message"] == ("Run r failed; see safe_scaler/r/run.log and 'sdxl.safetensors'.")
+    assert "/home" not in json.dumps(sent)
+
+
+class Queue:
+    """ComfyUI's prompt queue, as far as it is asked."""
+
+    def __init__(self, *waiting: tuple[Any, ...]) -> None:
+        self.waiting = list(waiting)
+
+    def get_current_queue(self) -> tuple[list[Any], list[Any]]:
+        return [(0, "running", {"9": {"class_type": "SafeScalerTrain", "inputs": {}}}, {}, [])], self.waiting
+
+
+def test_runs_that_wait_in_comfyuis_queue(part: Any, run: Any, comfyui: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = {"class_type": "SafeScalerTrain", "inputs": {"output_name": "cat" * 100, "steps": 400}}
+    linked = {"class_type": "SafeScalerTrain", "inputs": {"output_name": ["2", 0], "steps": 0}}
+    queue = Queue((7, "late", {"4": linked, "5": {"class_type": "KSampler", "inputs": {}}}, {}, []),
+                  (3, "soon", {"4": train, "junk": None}, {}, []))  # fmt: skip
+    server = type("Server", (), {"prompt_queue": queue})()
+    monkeypatch.setattr(part("host"), "prompt_server", lambda: server)
+    waiting = part("waiting").waiting_runs
+    with part("live").following(run):
+        assert waiting() == [
+            {"prompt_id": "soon", "node_id": "4", "name": ("cat" * 100)[:80], "steps": 400, "position": 1,
+             "waiting_for": "r"},
+            {"prompt_id": "late", "node_id": "4", "name": "", "steps": None, "position": 2, "waiting_for": "r"},
+        ]  # fmt: skip
+    assert waiting()[0]["waiting_for"] is None
+    monkeypatch.setattr(part("host"), "prompt_server", lambda: None)
+    assert waiting() == []

@@ -5,7 +5,9 @@ import { Alerts } from "../../web/js/alerts.js";
 import { readReply, shortName } from "../../web/js/comfy_host.js";
 import { bareName, bytes, clock, duration, memory, number, plural, tick } from "../../web/js/format.js";
 import { byPrompt } from "../../web/js/gallery.js";
+import { waitingWords } from "../../web/js/run_picker.js";
 import { groupName, phaseWords, sentence, stateWord, tone, verdictWord, withoutPaths } from "../../web/js/sentences.js";
+import { progressWords } from "../../web/js/train_widget.js";
 import { event, runFinished, stepFinished, stepRejected } from "./events.mjs";
 
 test("numbers as a person reads them", () => {
@@ -101,4 +103,29 @@ test("previews by prompt and step", () => {
 test("a GPU's name without the allocator", () => {
   assert.equal(shortName("cuda:0 NVIDIA GeForce RTX 3060 : cudaMallocAsync", 0), "GPU 0 NVIDIA GeForce RTX 3060");
   assert.equal(shortName("mps", 0), "GPU 0");
+});
+
+test("what a queued run waits for, and for how long", () => {
+  const running = { run: { run_id: "r1", state: "running", step: 5 }, last: { eta_seconds: 720 } };
+  const client = { runs: [{ run_id: "r1", name: "cat" }], states: new Map([["r1", running]]) };
+  const one = { prompt_id: "p", node_id: "4", name: "dog", steps: 400, position: 1, waiting_for: "r1" };
+  assert.equal(waitingWords(one, client), "Waiting for run cat, about 12 min left · 400 steps");
+  assert.equal(waitingWords({ ...one, position: 3, steps: null }, client), "Waiting for run cat · 3 graphs before it");
+  assert.equal(waitingWords({ ...one, waiting_for: null }, client), "Waiting for its turn · 400 steps");
+});
+
+test("the line in the Train node", () => {
+  const client = { runs: [], states: new Map() };
+  const run = { run_id: "r1", state: "running", step: 120, total_steps: 400 };
+  const state = { run, phase: { phase: "training" }, last: { eta_seconds: 720, loss_avg: 0.0812 }, paused: false };
+  assert.equal(progressWords(null, null, client), "Not trained yet");
+  assert.equal(progressWords(state, null, client), "step 120 of 400 · 12 min left · loss 0.0812");
+  assert.equal(progressWords({ ...state, paused: true }, null, client), "Paused · step 120 of 400 · 12 min left · loss 0.0812");
+  const caching = { ...state, run: { ...run, step: 0 }, phase: { phase: "caching", done: 2, total: 9 }, last: null };
+  assert.equal(progressWords(caching, null, client), "Preparing pictures and captions 2 of 9 · step 0 of 400");
+  const over = { ...state, run: { ...run, state: "finished", step: 400 }, phase: null };
+  assert.equal(progressWords(over, null, client), "Finished · step 400 of 400 · loss 0.0812");
+  const queued = { prompt_id: "p", node_id: "4", name: "dog", steps: 400, position: 1, waiting_for: null };
+  assert.equal(progressWords(over, queued, client), "Waiting for its turn · 400 steps");
+  assert.equal(progressWords(state, queued, client), "step 120 of 400 · 12 min left · loss 0.0812");
 });

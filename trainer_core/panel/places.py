@@ -14,6 +14,9 @@ from typing import Any, cast
 _SPOKEN = ("prompt", "caption")
 """Keys whose values are people's own words."""
 
+_FILES = ("file", "lora")
+"""Keys whose values are one path each, blanks and all."""
+
 _ROOT = r"(?:[A-Za-z]:[\\/]|\\\\|/)"
 _QUOTED = re.compile(rf"'({_ROOT}[^'\n]*)'|\"({_ROOT}[^\"\n]*)\"")
 """A path between marks may hold blanks."""
@@ -44,10 +47,16 @@ def _hide(value: Any, known: list[str]) -> Any:
         return _text(value, known) if "/" in value or "\\" in value else value
     if isinstance(value, dict):
         table = cast("dict[str, Any]", value)
-        return {key: item if key in _SPOKEN else _hide(item, known) for key, item in table.items()}
+        return {key: item if key in _SPOKEN else _one(key, item, known) for key, item in table.items()}
     if isinstance(value, list | tuple):
         return [_hide(item, known) for item in cast("list[Any]", value)]
     return value
+
+
+def _one(key: str, item: Any, known: list[str]) -> Any:
+    if key in _FILES and isinstance(item, str) and re.match(_ROOT, item):
+        return bare_name(item)
+    return _hide(item, known)
 
 
 def _text(text: str, known: list[str]) -> str:

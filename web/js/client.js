@@ -21,6 +21,8 @@ export class PanelClient {
     this.now = () => (clock.now ? clock.now() : Date.now());
     this.runs = [];
     this.runsLoaded = false;
+    this.waiting = [];
+    this.hasDataSets = false;
     this.selected = null;
     this.states = new Map();
     this.nodeRuns = new Map();
@@ -143,8 +145,9 @@ export class PanelClient {
 
   async refreshRuns() {
     try {
-      const { runs } = await this.transport.request("GET", "/runs");
+      const { runs, waiting } = await this.transport.request("GET", "/runs");
       this.runs = runs;
+      this.waiting = waiting ?? [];
       this.runsLoaded = true;
       this.problem = "";
       for (const run of runs) {
@@ -153,6 +156,7 @@ export class PanelClient {
         // A run that died says nothing; the list knows.
         if (state && state.run.state === "running" && run.state !== "running") state.run.state = run.state;
         if (state) state.run.live = run.live;
+        if (state && run.data_set) state.run.data_set = run.data_set;
       }
       if (this.selected !== null && !runs.some((run) => run.run_id === this.selected) && !this._waiting.has(this.selected)) {
         this.selected = null;
@@ -181,6 +185,26 @@ export class PanelClient {
     const answer = await this.transport.request("PATCH", "/config/refresh_rate", { interval_ms: intervalMs });
     this.intervalMs = answer.interval_ms;
     return answer;
+  }
+
+  async dataSets() {
+    const answer = await this.transport.request("GET", "/data_sets");
+    this.hasDataSets = answer.data_sets.length > 0;
+    return answer;
+  }
+
+  async dataSet(id) {
+    return this.transport.request("GET", `/data_sets/${encodeURIComponent(id)}`);
+  }
+
+  async captions(id, first, count, find) {
+    const query = `first=${first}&count=${count}&find=${encodeURIComponent(find)}`;
+    return this.transport.request("GET", `/data_sets/${encodeURIComponent(id)}/captions?${query}`);
+  }
+
+  async saveCaption(id, key, caption, version) {
+    const path = `/data_sets/${encodeURIComponent(id)}/captions/${encodeURIComponent(key)}`;
+    return this.transport.request("PATCH", path, { caption, version });
   }
 
   async disk(runId) {

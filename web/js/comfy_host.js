@@ -58,6 +58,14 @@ export function comfyEnvironment(app, api) {
     notify: (severity, summary, detail) => manager.toast.add({ severity, summary, detail, life: 8000 }),
     pictureUrl: (run, preview) => api.apiURL(`${BASE}/runs/${encodeURIComponent(run)}/previews/${encodeURIComponent(preview)}`),
     reportUrl: (run) => api.apiURL(`${BASE}/runs/${encodeURIComponent(run)}/report`),
+    captionPictureUrl: (set, key) => api.apiURL(`${BASE}/data_sets/${encodeURIComponent(set)}/pictures/${encodeURIComponent(key)}`),
+    // ComfyUI's own queue is the queue of runs: its own request takes a prompt off it.
+    removeWaiting: (prompt) =>
+      api.fetchApi("/queue", {
+        method: "POST",
+        headers: { "Content-Type": "application/json" },
+        body: JSON.stringify({ delete: [prompt] }),
+      }),
     gpus: () => gpus.list(),
   };
 }

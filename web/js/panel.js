@@ -1,5 +1,6 @@
 /** The panel: sections that each show one side of the chosen run. Built once, then brought up to date. */
 
+import { CaptionTable } from "./caption_table.js";
 import { ChartView } from "./chart_view.js";
 import { charts } from "./chart_data.js";
 import { Controls } from "./controls.js";
@@ -12,7 +13,8 @@ import { ShareSheet } from "./share_sheet.js";
 import { StatusCard } from "./status_card.js";
 
 /**
- * Put the panel into `host`. `env`: `{settings, confirm, notify, pictureUrl(runId, previewId), reportUrl(runId), gpus()}`.
+ * Put the panel into `host`. `env`: `{settings, confirm, notify, pictureUrl(runId, previewId), reportUrl(runId),
+ * captionPictureUrl(dataSetId, key), removeWaiting(promptId) or null, gpus()}`.
  * Returns a function that takes it away again.
  */
 export function mountPanel(host, client, env) {
@@ -41,6 +43,7 @@ class Panel {
     this.chartGrid = h("div", { class: "ss-charts" });
     this.log = h("ol", { class: "ss-log", tabindex: "0", "aria-label": "Event log, newest first" });
     this.sharing = new ShareSheet(client);
+    this.captions = new CaptionTable(client, env);
     this.sections = {
       charts: section("Charts", this.chartGrid),
       health: section("Gradient health", this.health.root, "ss-half"),
@@ -53,7 +56,7 @@ class Panel {
     this.root = h(
       "div",
       { class: "ss-panel", "data-testid": "safe-scaler-panel" },
-      this.notice, this.picker.root, this.empty, this.run,
+      this.notice, this.picker.root, this.empty, this.run, this.captions.root,
     ); // prettier-ignore
     this.alive = true;
     this.drawn = {};
@@ -77,6 +80,7 @@ class Panel {
     this.empty.hidden = state !== null;
     if (state === null) setText(this.empty, this.#emptyWords());
     else this.#drawRun(state, dark);
+    this.captions.update(state);
     this.lastFrameMs = performance.now() - started;
     this.root.dataset.frameMs = this.lastFrameMs.toFixed(2);
   }

@@ -1,7 +1,7 @@
 /** The list of runs: state, name, progress; choosing one, and deleting one that is over. */
 
 import { attribute, h, keyed, setText } from "./dom.js";
-import { bytes, clock, plural } from "./format.js";
+import { bytes, clock, duration, plural } from "./format.js";
 import { stateWord } from "./sentences.js";
 
 const SIGNS = { running: "▶", finished: "✓", stopped: "■", failed: "✕", interrupted: "!" };
@@ -12,13 +12,16 @@ export class RunPicker {
     this.env = env;
     this.count = h("h3", { text: "Runs" });
     this.list = h("ul", { class: "ss-runs", "aria-label": "Runs, newest first" });
-    this.root = h("details", { class: "ss-section ss-picker" }, h("summary", {}, this.count), this.list);
+    this.queue = h("ul", { class: "ss-runs ss-waiting", "aria-label": "Runs that wait", "data-testid": "safe-scaler-waiting" });
+    this.details = h("details", { class: "ss-section ss-picker" }, h("summary", {}, this.count), this.list);
+    this.root = h("div", {}, this.details, this.queue);
     this.opened = false;
   }
 
   update() {
     const { runs, selected } = this.client;
-    this.root.hidden = runs.length === 0;
+    this.#drawQueue();
+    this.details.hidden = runs.length === 0;
     setText(this.count, runs.length === 1 ? "1 run" : plural(runs.length, "run"));
     keyed(
       this.list,
@@ -28,6 +31,40 @@ export class RunPicker {
       (element, run) => this.#refresh(element, run, selected),
     );
     for (const run of runs) this.#refresh(this.list.querySelector(`[data-key="${run.run_id}"]`), run, selected);
+  }
+
+  /** What ComfyUI's queue holds, in its order. */
+  #drawQueue() {
+    const { waiting } = this.client;
+    this.queue.hidden = waiting.length === 0;
+    const key = (one) => `${one.prompt_id}/${one.node_id}`;
+    keyed(this.queue, waiting, key, (one) => this.#waiting(one));
+    for (const one of waiting) setText(this.queue.children[waiting.indexOf(one)].querySelector(".ss-run-facts"), waitingWords(one, this.client));
+  }
+
+  #waiting(one) {
+    const words = h(
+      "div",
+      { class: "ss-run-choice" },
+      h("span", { class: "ss-run-sign", "aria-hidden": "true", text: "…" }),
+      h("span", { class: "ss-run-name", text: one.name || "A run without a name" }),
+      h("span", { class: "ss-run-facts" }),
+    );
+    if (this.env.removeWaiting === null) return h("li", {}, words);
+    const remove = h("button", {
+      class: "ss-button ss-small", type: "button", text: "Take off",
+      "aria-label": `Take ${one.name} off the queue`, on: { click: () => this.#takeOff(one) },
+    }); // prettier-ignore
+    return h("li", {}, words, remove);
+  }
+
+  async #takeOff(one) {
+    try {
+      await this.env.removeWaiting(one.prompt_id);
+    } catch (error) {
+      this.env.notify("error", "The run was not taken off the queue", error.message);
+    }
+    await this.client.refreshRuns();
   }
 
   #entry(run) {
@@ -74,4 +111,16 @@ export class RunPicker {
       this.env.notify("error", "The run was not deleted", error.message);
     }
   }
+}
+
+/** "Waiting for run cat, about 12 min left · 400 steps": what stands before a queued run, as far as it is known. */
+export function waitingWords(one, client) {
+  const before = client.runs.find((run) => run.run_id === one.waiting_for);
+  const state = before && client.states.get(before.run_id);
+  const parts = [before ? `Waiting for run ${before.name || before.run_id}` : "Waiting for its turn"];
+  const left = state?.run.state === "running" ? state.last?.eta_seconds : null;
+  if (left && one.position === 1) parts[0] += `, about ${duration(left)} left`;
+  if (one.position > 1) parts.push(`${plural(one.position, "graph")} before it`);
+  if (one.steps) parts.push(plural(one.steps, "step"));
+  return parts.join(" · ");
 }

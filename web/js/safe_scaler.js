@@ -12,6 +12,7 @@ import { comfyEnvironment, comfyTransport } from "./comfy_host.js";
 import { addDatasetWidget } from "./dataset_widget.js";
 import { addMonitorWidget } from "./monitor_widget.js";
 import { mountPanel } from "./panel.js";
+import { addTrainWidget } from "./train_widget.js";
 
 const TAB = "safeScaler";
 const client = new PanelClient(comfyTransport(api));
@@ -107,9 +108,15 @@ app.registerExtension({
 
   nodeCreated(node) {
     if (node.comfyClass === "SafeScalerGradientMonitor") addMonitorWidget(node, client, () => environment);
-    if (node.comfyClass === "SafeScalerDataset") addDatasetWidget(node);
+    if (node.comfyClass === "SafeScalerDataset") addDatasetWidget(node, client, noteChange);
+    if (node.comfyClass === "SafeScalerTrain") addTrainWidget(node, client);
   },
 });
+
+/** Let ComfyUI notice a changed property, so that a reload finds it. */
+function noteChange() {
+  app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.checkState?.();
+}
 
 async function setInterval_(value) {
   if (!Number.isInteger(value) || value === client.intervalMs) return;

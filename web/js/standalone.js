@@ -17,6 +17,8 @@ export function start(root, base) {
     notify: (severity, summary, detail) => message(messages, severity, `${summary}: ${detail}`),
     pictureUrl: (run, preview) => `${base}/runs/${encodeURIComponent(run)}/previews/${encodeURIComponent(preview)}`,
     reportUrl: (run) => `${base}/runs/${encodeURIComponent(run)}/report`,
+    captionPictureUrl: (set, key) => `${base}/data_sets/${encodeURIComponent(set)}/pictures/${encodeURIComponent(key)}`,
+    removeWaiting: null,
     gpus: () => [],
   };
   mountPanel(place, client, environment);

@@ -36,3 +36,8 @@ def test_all_texts_of_data_but_peoples_own_words() -> None:
     data = {"message": "at /a/b/c", "list": ["/a/b/d", {"deep": "/a/b/e"}], "prompt": "/a/b/c", "n": 1.5, "none": None}
     hidden = hide_places(data)
     assert hidden == {"message": "at c", "list": ["d", {"deep": "e"}], "prompt": "/a/b/c", "n": 1.5, "none": None}
+
+
+def test_a_field_that_is_a_file_is_one_path() -> None:
+    data = {"file": "/srv/My Drive/out/loras/my cat.safetensors", "lora": "lora/my cat.safetensors"}
+    assert hide_places(data, ["/srv/My Drive/out"]) == {"file": "my cat.safetensors", "lora": "lora/my cat.safetensors"}

@@ -1,0 +1,64 @@
+/** The line in the Safe-Scaler Train node: which step, how long it will still take, or what it waits for. */
+
+import { h, isDark, loadStyles, setText } from "./dom.js";
+import { duration, number } from "./format.js";
+import { waitingWords } from "./run_picker.js";
+import { phaseWords, stateWord } from "./sentences.js";
+
+const HEIGHT = 52;
+const EVERY_MS = 1000;
+
+export function addTrainWidget(node, client) {
+  loadStyles();
+  const words = h("p", { class: "ss-where", role: "status" });
+  const fill = h("div", { class: "ss-progress-fill" });
+  const bar = h("div", { class: "ss-progress", "aria-hidden": "true" }, fill);
+  const root = h("div", { class: "ss-panel ss-train", "data-testid": "safe-scaler-train" }, bar, words);
+  const widget = node.addDOMWidget("progress", "safe_scaler_progress", root, {
+    serialize: false,
+    hideOnZoom: false,
+    getMinHeight: () => HEIGHT,
+    getMaxHeight: () => HEIGHT,
+    getValue: () => "",
+    setValue() {},
+  });
+  widget.serialize = false;
+  client.watchers += 1;
+  const draw = () => {
+    if (document.hidden || !root.isConnected) return;
+    root.dataset.theme = isDark(root) ? "dark" : "light";
+    const state = client.runOfNode(node.id);
+    setText(words, progressWords(state, waitingOf(node.id, client), client));
+    const total = state?.run.total_steps || 0;
+    fill.style.width = `${total > 0 ? ((100 * Math.min(state.run.step, total)) / total).toFixed(1) : 0}%`;
+  };
+  const timer = setInterval(draw, EVERY_MS);
+  draw();
+  const removed = node.onRemoved;
+  node.onRemoved = function onRemoved(...rest) {
+    clearInterval(timer);
+    client.watchers -= 1;
+    return removed?.apply(this, rest);
+  };
+}
+
+/** The queued run of a node, if any. */
+function waitingOf(nodeId, client) {
+  return client.waiting.find((one) => one.node_id === String(nodeId) || one.node_id.endsWith(`:${nodeId}`)) ?? null;
+}
+
+/** What the line says of a run (or null) and of a queued one (or null). */
+export function progressWords(state, waiting, client) {
+  const running = state !== null && state.run.state === "running";
+  if (waiting !== null && !running) return waitingWords(waiting, client);
+  if (state === null) return "Not trained yet";
+  const { run, last, phase } = state;
+  const parts = [];
+  if (!running || state.paused) parts.push(stateWord(run.state, state.paused));
+  else if (phase && phase.phase !== "training") parts.push(phaseWords(phase));
+  if (run.total_steps) parts.push(`step ${run.step} of ${run.total_steps}`);
+  if (running && last?.eta_seconds) parts.push(`${duration(last.eta_seconds)} left`);
+  const loss = last?.loss_avg ?? run.loss_avg;
+  if (typeof loss === "number") parts.push(`loss ${number(loss)}`);
+  return parts.join(" · ") || "Starting";
+}
