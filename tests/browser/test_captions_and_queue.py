@@ -87,7 +87,8 @@ def set_widgets(page: ComfyPage, **values: Any) -> None:
     page.run(
         """(values) => {
           const train = (app.rootGraph ?? app.graph).nodes.find((node) => node.type === "SafeScalerTrain");
-          for (const [name, value] of Object.entries(values)) train.widgets.find((one) => one.name === name).value = value;
+          const widget = (name) => train.widgets.find((one) => one.name === name);
+          for (const [name, value] of Object.entries(values)) widget(name).value = value;
         }""",
         values,
     )

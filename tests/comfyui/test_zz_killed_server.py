@@ -25,22 +25,36 @@ def test_the_worker_of_a_killed_comfyui_saves_and_ends_within_ten_seconds(comfyu
 
     comfyui.wait(queued, stepped)
     process = psutil.Process(worker)
-    before = spent(process)
+    used = before = spent(process)
+    busy_before = busy_seconds()
     comfyui.process.kill()
     comfyui.process.wait()
     started = time.monotonic()
-    used = before
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         used = max(used, spent(process))
         assert time.monotonic() - started < 120, "the worker does not end"
         time.sleep(0.05)
-    wall = time.monotonic() - started
+    wall, own = time.monotonic() - started, used - before
+    others = max(0.0, busy_seconds() - busy_before - own)
     run_dir = comfyui.output / "safe_scaler" / run_id
     assert list((run_dir / "checkpoints").glob("step-*/verified"))
     assert list((run_dir / "lora").glob("*.safetensors"))
-    print(f"the worker ended {wall:.1f} s after ComfyUI, having computed for {used - before:.1f} s")
-    # On a machine that does other things too, wall time is theirs as much as ours.
-    assert min(wall, used - before) < 10
+    words = f"{wall:.1f} s after ComfyUI, having computed {own:.1f} s while others computed {others:.1f} s"
+    print(f"the worker ended {words}")
+    if others < LOADED * wall:
+        assert wall < 10, words
+    else:  # another program had a core of this machine: only what the worker itself needed can be judged
+        assert own < 10, words
+
+
+LOADED = 0.5
+"""CPU seconds of others per second of wall time from which on wall time says nothing about the worker."""
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all programs of this machine have used so far."""
+    times = psutil.cpu_times()
+    return times.user + times.system + getattr(times, "nice", 0.0) + getattr(times, "softirq", 0.0)
 
 
 def spent(process: psutil.Process) -> float:

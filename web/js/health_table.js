@@ -71,7 +71,7 @@ function fillRow(element, row, columns) {
   element.replaceChildren(
     h("th", { scope: "row", text: groupName(row.module), title: row.data.name }),
     h("td", { class: `ss-${kind}`, text: `${SIGNS[kind]} ${verdictWord(word)}` }),
-    ...columns.map((name) => h("td", { class: "ss-number", text: FIGURES[name].text(row.data[name]) })),
+    ...columns.map((name) => h("td", { class: "ss-number", "data-title": FIGURES[name].title, text: FIGURES[name].text(row.data[name]) })),
   );
 }
 
