@@ -58,7 +58,7 @@ def run_together(
             processes.tell_over()
         return result
     except BaseException as error:
-        processes.tell_failed(str(error) or type(error).__name__)
+        processes.tell_failed(error)
         raise
     finally:
         processes.close()

@@ -24,6 +24,8 @@ from ..errors import ProcessError
 _BEAT_S = 1.0
 _LOOK_S = 1.0
 _QUICK_S, _SLOW_S = 0.001, 0.05
+_PASSED_ON = "\0"
+"""Before word of a failure that began elsewhere."""
 
 
 def world_size() -> int:
@@ -149,10 +151,11 @@ class Processes:
             if rank != self.rank:
                 self._wait_for(f"meet/{name}/{number}/{rank}", {rank})
 
-    def tell_failed(self, message: str) -> None:
-        """Leave word of why this process ends."""
+    def tell_failed(self, error: BaseException | str) -> None:
+        """Leave word of why this process ends. A failure of another process is passed on as it was told."""
+        text = str(error) or type(error).__name__
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"failed/{self.rank}", message)
+            self._store.set(f"failed/{self.rank}", (_PASSED_ON if isinstance(error, ProcessError) else "") + text)
 
     def tell_over(self) -> None:
         """Process 0 needs the others no more."""
@@ -202,7 +205,10 @@ class Processes:
             try:
                 if rank != self.rank and self._store.check([f"failed/{rank}"]):
                     told = self._store.get(f"failed/{rank}").decode("utf-8", "replace")
-                    raise ProcessError(f"Process {rank} failed: {told}")
+                    passed_on = told.startswith(_PASSED_ON)
+                    raise ProcessError(
+                        told.removeprefix(_PASSED_ON) if passed_on else f"Process {rank} failed: {told}"
+                    )
             except RuntimeError as error:
                 raise ProcessError(f"The store of this run is gone ({error}).") from error
 
