@@ -161,6 +161,8 @@ class Trainer:
         )
         if memory is not None:
             self.keepers["memory"] = memory.ladder
+        if config.lora.clamp > 0:
+            parts.precision.read_along = parts.network.clamp_counts
         self.guard = StepGuard(self)
         self.clip_watch = ClipWatch()
         self.keepers["clip_watch"] = self.clip_watch
@@ -373,13 +375,18 @@ class Trainer:
                 left_out=self.guard.files(work.dropped) + verdict.left_out,
                 phase=phases.phase,
                 rejected_share=phases.rejected_share,
-                clamp_rate=parts.network.clamp_rate() if self.config.lora.clamp > 0 else None,
+                clamp_rate=_share(reading.extra),
             )
         )
         share = clip.norm / reading.grad_norm if reading.grad_norm > 0 else 1.0
         for news in self.clip_watch.see(reading.grad_norm, share if clip.acted else 1.0):
             self.bus.emit(Verdict(step=state.step, kind=news.kind, sentence=news.sentence, severity=news.severity))
         return clip
+
+
+def _share(counts: Sequence[float]) -> float | None:
+    """Part of a whole from (part, whole); None when there is no whole."""
+    return counts[0] / counts[1] if counts and counts[1] else None
 
 
 def memory_gib(device: torch.device) -> float:

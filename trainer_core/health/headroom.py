@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .records import FP16_MAX
+from .signals import to_host
 
 WARN_BITS, ACT_BITS = 3.0, 1.0
 
@@ -30,10 +31,14 @@ class ForwardHeadroom:
         }
         self._handles: list[Any] = []
         self._seen: dict[str, torch.Tensor] = {}
+        self._coming: tuple[list[str], torch.Tensor, Any] | None = None
+        """Blocks, their numbers on the way to the host, and the event after which they are there."""
 
     def turn(self, step: int) -> dict[str, float]:
-        """After `step`: headroom in bits by block when this step was measured, else nothing. Sets up the next step."""
-        found = self._take()
+        """After `step`: headroom in bits by block of the step before when that one was measured, else nothing. Sets up
+        the next step. Waits for nothing."""
+        found = self._arrived()
+        self._send()
         if (step + 1) % self._every == 0:
             self._handles = [module.register_forward_hook(self._hook(name)) for name, module in self._blocks.items()]
         return found
@@ -53,15 +58,22 @@ class ForwardHeadroom:
 
         return note
 
-    def _take(self) -> dict[str, float]:
-        if not self._handles:
+    def _arrived(self) -> dict[str, float]:
+        if self._coming is None:
             return {}
+        names, values, ready = self._coming
+        if ready is not None and not ready.query():
+            return {}
+        self._coming = None
+        return {name: bits(float(value)) for name, value in zip(names, values.numpy(), strict=True)}
+
+    def _send(self) -> None:
+        if not self._handles:
+            return
         self.close()
         seen, self._seen = self._seen, {}
-        if not seen:
-            return {}
-        values = torch.stack(list(seen.values())).cpu().numpy()
-        return {name: bits(float(value)) for name, value in zip(seen, values, strict=True)}
+        if seen:
+            self._coming = (list(seen), *to_host(torch.stack(list(seen.values()))))
 
 
 def bits(largest: float) -> float:

@@ -142,7 +142,7 @@ class UpdateProbe:
         values = torch.cat([piece.reshape(-1).float() for piece in pieces])
         seen = {place for stack in stacks for place in stack.places}
         missing = [place for place in range(len(self.live)) if place not in seen]
-        host, ready = _to_host(values)
+        host, ready = to_host(values)
         for stack in stacks:
             stack.difference = None
         self._fresh = _Pending(host, ready, stacks, pairs, rates, missing, [_dtype(p) for _, p in self.live])
@@ -343,7 +343,7 @@ def _dtype(parameter: torch.nn.Parameter) -> str:
     return str(parameter.dtype).removeprefix("torch.")
 
 
-def _to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """`values` on their way to host memory, and the event after which they are there (None: they are)."""
     if values.device.type != "cuda":
         return values.cpu(), None

@@ -210,7 +210,7 @@ class ForeignNetwork:
             raise AdapterError(f"'{self.name}' has no max-norm. Set lora.max_norm to 0.")
         return apply(limit, next(self.raw.parameters()).device)
 
-    def clamp_rate(self) -> float | None:
+    def clamp_counts(self) -> torch.Tensor | None:
         """Foreign modules have no clamp."""
         return None
 

@@ -78,7 +78,7 @@ class LoraModule(nn.Module):
         self.scale = float(alpha) / rank
         self.register_buffer("subtracted_down", None)
         self.register_buffer("subtracted_up", None)
-        # Limit on the adapter's output, 0 = off; counts of outputs beyond it, read by `clamp_rate`.
+        # Limit on the adapter's output, 0 = off; counts of outputs beyond it, taken by `clamp_counts`.
         self.clamp = 0.0
         self.register_buffer("clamped", torch.zeros((), device=base.weight.device), persistent=False)
         self.register_buffer("seen", torch.zeros((), device=base.weight.device), persistent=False)

@@ -131,18 +131,17 @@ class LoraNetwork:
         """Scale adapters down whose weight change is larger than `limit` (see `max_norm.py`)."""
         return apply_max_norm(self.modules.values(), limit)
 
-    def clamp_rate(self) -> float | None:
-        """Share of adapter outputs that the clamp cut since the last call; None when the clamp is off or saw nothing.
-        Reads the device once."""
+    def clamp_counts(self) -> torch.Tensor | None:
+        """(2,): adapter outputs that the clamp cut since the last call, and all of them; None when the clamp is off.
+        Reads nothing from the device."""
         clamped = [module for module in self.modules.values() if module.clamp > 0]
         if not clamped:
             return None
-        counts = torch.stack([torch.stack([module.clamped, module.seen]) for module in clamped]).double().sum(0)
-        beyond, seen = counts.tolist()
+        counts_2 = torch.stack([torch.stack([module.clamped, module.seen]) for module in clamped]).double().sum(0)
         for module in clamped:
             module.clamped.zero_()
             module.seen.zero_()
-        return beyond / seen if seen else None
+        return counts_2
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of all tensors under kohya's keys, float32 on the CPU, alpha as 0-dim tensors."""

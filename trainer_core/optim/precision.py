@@ -13,6 +13,7 @@ WEIGHTS: trained weights or optimizer state are not finite.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,8 @@ class Precision:
         self.phases = Phases(config, self.safety, scaled=self.scaled)
         self.losses: list[torch.Tensor] = []
         """Losses (B,) of the step's micro-batches so far; with several processes, of all of them."""
+        self.read_along: Callable[[], torch.Tensor | None] = lambda: None
+        """Numbers (n,) that come with the step's one reading, for others (`StepReading.extra`)."""
         self._until_check = 0
 
     @property
@@ -105,6 +108,7 @@ class Precision:
             with_weights=self.clipping.needs_weights,
             check_weights=self._weights_due(),
             agree=self.agree,
+            extra=self.read_along(),
         )
         self.losses = []
         return reading

@@ -23,7 +23,7 @@ class StepReading:
     before clipping, summed in float64. `loss_scale`: the scale they had. `names`, `norms`: L2 norm of each gradient
     that exists, in the optimizer's order. `weight_norms`: the parameters' own, where clipping needs them.
     `weights_finite`: None when weights and moments were not looked at. `other_loss`, `other_gradient`: some process
-    (this one included) has a loss or gradient that is not finite.
+    (this one included) has a loss or gradient that is not finite. `extra`: what somebody else had read along.
     """
 
     loss_B: tuple[float, ...]
@@ -35,6 +35,7 @@ class StepReading:
     weights_finite: bool | None = None
     other_loss: bool = False
     other_gradient: bool = False
+    extra: tuple[float, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -65,11 +66,12 @@ def take_reading(
     with_weights: bool = False,
     check_weights: bool = False,
     agree: Agree | None = None,
+    extra: torch.Tensor | None = None,
 ) -> StepReading:
     """Measure the unscaled gradients of `optimizer` and read everything in one transfer.
 
     `with_weights`: also the norm of every parameter that has a gradient. `check_weights`: also whether parameters and
-    optimizer state are finite.
+    optimizer state are finite. `extra` (n,): numbers that come along.
     """
     pairs = [(name, parameter) for name, parameter in named(optimizer) if parameter.grad is not None]
     gradients = [parameter.grad for _, parameter in pairs if parameter.grad is not None]
@@ -82,7 +84,8 @@ def take_reading(
         pieces.append(largest(trained_tensors(optimizer), scale).view(1))
     if agree is not None:
         pieces.append(_agreed(losses_B, norms, agree))
-    values: list[float] = torch.cat([*pieces, scale.float().view(1)]).tolist()
+    others = [] if extra is None else [extra.float()]
+    values: list[float] = torch.cat([*pieces, scale.float().view(1), *others]).tolist()
     return _parse(values, len(losses_B), [name for name, _ in pairs], with_weights, check_weights, agree is not None)
 
 
@@ -108,6 +111,7 @@ def _parse(
         weights_finite=None if largest_weight is None else math.isfinite(largest_weight),
         other_loss=bad_loss > 0,
         other_gradient=bad_gradient > 0,
+        extra=tuple(rest),
     )
 
 
