@@ -112,6 +112,9 @@ def check_answers(port: int) -> None:
     status, picture = ask(port, f"/safe_scaler/api/v1/runs/{RUN}/previews/10-0")
     assert (status, picture[:4]) == (200, b"\x89PNG")
     assert ask(port, "/safe_scaler/web/js/panel.js")[0] == 200
+    status, text = ask(port, "/safe_scaler/api/v1/data_sets")
+    assert (status, json.loads(text)) == (200, {"data_sets": []})
+    assert ask(port, "/safe_scaler/api/v1/data_sets/..%2f..%2fetc/captions")[0] in (400, 404)
     for path in ("js/../../pyproject.toml", "..%2f..%2fpyproject.toml", "package.json", "js/", "%00"):
         assert ask(port, f"/safe_scaler/web/{path}")[0] in (400, 404), path
     asked = {"Content_Type": "application/json"}

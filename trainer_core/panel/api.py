@@ -61,7 +61,7 @@ class PanelApi:
         waiting: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         self.runs = RunList(roots)
-        self.data_sets = DataSets(self.runs, scanned)
+        self.data_sets = DataSets(self.runs, scanned, live)
         self._waiting = waiting
         self.interval_ms = DEFAULT_INTERVAL_MS
         self._live = live

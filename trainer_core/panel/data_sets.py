@@ -10,7 +10,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -66,10 +66,20 @@ def data_set_id(dataset: DatasetConfig) -> str:
 
 
 class DataSets:
-    """Answers about data sets. `scanned`: those that this program has scanned, by id, asked at every request."""
+    """Answers about data sets.
 
-    def __init__(self, runs: RunList, scanned: Callable[[], Mapping[str, ScannedSet]]) -> None:
+    `scanned`: those that this program has scanned, by id. `live`: ids of the runs that it follows; their workers may
+    not have begun to write yet. Both are asked at every request.
+    """
+
+    def __init__(
+        self,
+        runs: RunList,
+        scanned: Callable[[], Mapping[str, ScannedSet]],
+        live: Callable[[], Container[str]] = tuple,
+    ) -> None:
         self._runs = runs
+        self._live = live
         self._scanned = scanned
         self._writing = threading.Lock()
         self._rows: dict[str, list[CaptionRow]] = {}
@@ -127,7 +137,7 @@ class DataSets:
             "total": len(rows),
             "first": first,
             "rows": [_row(row) for row in rows[first : first + count]],
-            "locked_by": next((run.run_id for run in users if run.state == "running"), None),
+            "locked_by": self._running(users),
             "resumable": [run.run_id for run in users if can_go_on(run)],
             "read_only": _generated(dataset),
             "max_characters": MAX_CHARACTERS,
@@ -149,12 +159,12 @@ class DataSets:
             why = "These pictures were written by the program itself. Change the captions where they come from."
             raise Refused(409, "generated", why)
         with self._writing:
-            running = next((run for run in self._users(dataset, bucket) if run.state == "running"), None)
+            running = self._running(self._users(dataset, bucket))
             if running is not None:
                 raise Refused(
                     409,
                     "in_use",
-                    f"Run {running.run_id} is training on these pictures. A caption that changes now would keep it "
+                    f"Run {running} is training on these pictures. A caption that changes now would keep it "
                     "from going on exactly after a stop. Wait for its end, or stop it.",
                 )
             row = self._row(identity, key, dataset, bucket)
@@ -219,6 +229,10 @@ class DataSets:
                 if row.key == key:
                     return row
         raise Refused(404, "no_such_picture", f"The data set has no picture {key[:40]!r}.")
+
+    def _running(self, users: list[RunInfo]) -> str | None:
+        live = self._live()
+        return next((run.run_id for run in users if run.state == "running" or run.run_id in live), None)
 
     def _users(self, dataset: DatasetConfig, bucket: BucketConfig) -> list[RunInfo]:
         """Runs that could still read these folders: running ones, and those that can be gone on with."""

@@ -39,7 +39,8 @@ class Panel:
         self.id = data_set_id(dataset)
         scan = ScannedSet("my pictures", 3, f"3 pictures usable in {dataset.path}", 1.0, dataset, BucketConfig())
         known: Mapping[str, ScannedSet] = {self.id: scan}
-        self.api = PanelApi(lambda: [output], scanned=lambda: known)
+        self.live: list[str] = []
+        self.api = PanelApi(lambda: [output], live=lambda: dict.fromkeys(self.live), scanned=lambda: known)  # type: ignore[arg-type]
 
     def get(self, path: str = "", **query: str) -> Reply:
         return self.api.handle(Request("GET", f"/data_sets/{self.id}{path}", query))
@@ -123,6 +124,9 @@ def test_nothing_is_written_while_a_run_trains_on_the_pictures(panel: Panel, pic
         assert run.run_id in reply.data["error"]["message"]
     assert (pictures / "a.txt").read_text(encoding="utf-8") == "a red cat"
     assert panel.get("/captions").data["locked_by"] is None
+    panel.live.append(run.run_id)  # its worker has been started and does not write yet
+    assert code(panel.write(row["key"], body)) == (409, "in_use")
+    panel.live.clear()
     assert panel.write(row["key"], body).status == 200
 
 
