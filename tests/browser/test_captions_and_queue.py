@@ -140,9 +140,16 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     edit_captions(page, comfyui, tmp_path)
     share_and_delete(page, comfyui, tmp_path)
 
-    # A reload finds the scan report again, by its id.
+    # A reload finds the scan report again, by its id; the light palette is followed.
+    comfyui.post("/api/settings/Comfy.ColorPalette", "light")
     page.reload()
     page.wait("document.querySelector('[data-testid=safe-scaler-scan]')?.innerText.includes('3 pictures usable')")
+    page.open_panel()
+    page.wait("document.querySelector('.ss-charts canvas')")
+    page.wait("document.querySelector('[data-testid=safe-scaler-panel]').dataset.theme === 'light'")
+    page.page.set_viewport_size({"width": 1700, "height": 1100})
+    page.page.wait_for_timeout(800)
+    page.picture(shots(tmp_path) / f"light_{front_end}.png")
     assert page.run("() => window.hacked === undefined")
     assert page.problems == []
     page.page.close()
