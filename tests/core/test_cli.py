@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_setup import small_config
 
 from trainer_core import __version__
 from trainer_core.cli import EXIT_FAILED, EXIT_WRONG, main
+from trainer_core.cli_together import start_or_go_on
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -169,6 +171,39 @@ def test_supervise_does_not_go_with_several_processes(
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "--supervise"]) == EXIT_WRONG
     assert capsys.readouterr().err == "", "one process speaks"
+
+
+@pytest.mark.parametrize(
+    ("environment", "part"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, "Add --multi_gpu"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "each would train a run of its own"),
+    ],
+)
+def test_a_launcher_that_starts_less_than_was_asked_for_is_refused(
+    environment: dict[str, str], part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train"]) == EXIT_WRONG
+    assert part in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["train"]) == EXIT_WRONG
+    assert part not in capsys.readouterr().err, "--num_processes 1 is what was asked for"
+
+
+def test_processes_that_their_launcher_restarts_go_on_with_their_run(
+    micro_model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(micro_model, pictures, tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    first, second = start_or_go_on(config, []), start_or_go_on(config, [])
+    assert first != second, "two launches are two runs"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert start_or_go_on(config, []) == second, "the newest one of this launcher"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    assert start_or_go_on(config, []) not in (first, second)
 
 
 @pytest.mark.parametrize(

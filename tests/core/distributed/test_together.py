@@ -1,4 +1,5 @@
-"""Whole runs under torchrun on the CPU: the result of one process, written once, and resumed with another number."""
+"""Whole runs under torchrun and accelerate launch on the CPU: the result of one process, written once, resumed with
+another number of processes, and taken up again after processes were killed and stalled."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from run_setup import Recorder, small_config
 from safetensors.torch import load_file
 
 from trainer_core.build import resume_run, start_run
+from trainer_core.networks.file_check import body_hash
 from trainer_core.runs.record import open_readonly
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,14 +30,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def torchrun(count: int, config: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node={}"],
+    # Without --multi_gpu it starts a single process where it sees no two GPUs, and that is refused.
+    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes={}", "--main_process_port=0"],
+}
+
+
+def launch(
+    launcher: str, count: int, config: Path, *flags: str, module: str = "trainer_core", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    command = [part.format(count) for part in LAUNCHERS[launcher]]
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "trainer_core", "train", str(config), *flags],
+        [sys.executable, "-m", *command, *flags, "-m", module, "train", str(config)],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         timeout=1800,
     )
 
@@ -53,15 +64,15 @@ def write_settings(path: Path, config: Any) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("launcher", "count"), [("accelerate", 2), ("torchrun", 3)])
 def test_kind_ddp_equal_to_one_process_and_resumed_with_one(
-    count: int, micro_model: Path, pictures: Path, tmp_path: Path
+    launcher: str, count: int, micro_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     """B59, with text encoder 1, whose last layer never has a gradient: 2 steps in `count` processes, 2 more in one."""
     whole = start_run(small_config(micro_model, pictures, tmp_path / "whole", **SETTINGS))
     sections = {**SETTINGS, "run": {"max_train_steps": 2}}
     config = small_config(micro_model, pictures, tmp_path / "together", **sections)
-    done = torchrun(count, write_settings(tmp_path / "config.json", config))
+    done = launch(launcher, count, write_settings(tmp_path / "config.json", config))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("LoRA:") == 1, "one process speaks"
     (run_dir,) = (tmp_path / "together" / "safe_scaler").glob("*-*")
@@ -80,3 +91,36 @@ def test_kind_ddp_equal_to_one_process_and_resumed_with_one(
     found, wanted = load_file(result.lora), load_file(whole.lora)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_killed_and_stalled_processes_are_restarted_and_the_run_goes_on(
+    micro_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    """A rank killed, the first one killed, one that hangs longer than a collective waits: torchrun --max-restarts goes
+    on with the same run; adapter and record are the undisturbed run's, bit for bit."""
+    sections = {
+        **SETTINGS,
+        "gradient": {"accumulation": 1},
+        "optimizer": {"te1_lr": 0.0, "te2_lr": 0.0},
+        "run": {"max_train_steps": 6, "process_timeout": 0.25},
+    }
+    results: dict[str, tuple[Path, Path]] = {}
+    faults = [["kill", 1, 1, 0], ["kill", 0, 3, 0], ["stall", 1, 4, 30]]
+    for name, planned in (("whole", []), ("disturbed", faults)):
+        config = small_config(micro_model, pictures, tmp_path / name, **sections)
+        done = launch(
+            "torchrun",
+            2,
+            write_settings(tmp_path / f"{name}.json", config),
+            f"--max-restarts={len(planned)}",
+            module="tests.core.distributed.faulty_run",
+            FAULTS=json.dumps(planned),
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("restarted by the launcher") == len(planned), done.stdout
+        (run_dir,) = (tmp_path / name / "safe_scaler").glob("*-*")
+        results[name] = run_dir, tmp_path / name / "test.safetensors"
+    (whole, lora), (disturbed, other) = results["whole"], results["disturbed"]
+    assert losses_of(disturbed) == losses_of(whole)
+    assert body_hash(other) == body_hash(lora)
