@@ -10,10 +10,14 @@ Line = dict[str, Any]
 
 
 def summary(lines: list[Line]) -> dict[str, Any]:
-    """The contract line. Figures of kinds without a run are null."""
+    """The contract line. Figures of kinds without a run are null.
+
+    `recall_min`: lowest share of runs of a kind with an alarm in time; `label`: share of these with the right verdict.
+    A healthy run that did not finish counts as a false alarm.
+    """
     faults = [line for line in lines if line["what"] == "fault"]
     healthy = [line for line in lines if line["what"] == "healthy"]
-    recovered = [line for line in lines if line["what"] == "recovery"]
+    recovered = recoveries(lines)
     detected = [line for line in faults if line["alarm_in_time"]]
     named = [line for line in detected if line["culprit"] is not None]
     delays = sorted(line["step"] - line["onset"] for line in detected)
@@ -21,7 +25,7 @@ def summary(lines: list[Line]) -> dict[str, Any]:
         "recall_min": min((share(members, "alarm_in_time") for members in by_kind(faults).values()), default=None),
         "label": ratio(detected, lambda line: line["right"]),
         "culprit": ratio(named, lambda line: line["culprit"]),
-        "false_alarm": ratio(healthy, lambda line: line["verdict"] is not None),
+        "false_alarm": ratio(healthy, is_false_alarm),
         "delay_p95_steps": delays[min(len(delays) - 1, math.ceil(0.95 * len(delays)) - 1)] if delays else None,
         "recovered": ratio(recovered, lambda line: line["recovered"]),
         "baselines": {
@@ -35,6 +39,52 @@ def summary(lines: list[Line]) -> dict[str, Any]:
             "recovered without protection": ratio(recovered, lambda line: line["recovered_bare"]),
         },
     }
+
+
+def kinds(lines: list[Line]) -> dict[str, dict[str, Any]]:
+    """Of each kind how many runs there are, and what came of them; with 95 % bounds of the recall."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, members in by_kind([line for line in lines if line["what"] == "fault"]).items():
+        seen = [line for line in members if line["alarm_in_time"]]
+        low, high = clopper_pearson(len(seen), len(members))
+        named = [line for line in seen if line["culprit"] is not None]
+        found[kind] = {
+            "runs": len(members),
+            "in_time": len(seen),
+            "right": sum(line["right"] for line in members),
+            "culprit": sum(line["culprit"] for line in named) if named else None,
+            "bounds": [round(low, 3), round(high, 3)],
+            "said_instead": sorted({str(line["verdict"]) for line in members if not line["right"]}),
+        }
+    for kind, members in by_kind([line for line in lines if line["what"] == "healthy"]).items():
+        found[kind] = {"runs": len(members), "false_alarms": sum(map(is_false_alarm, members))}
+    for kind, members in by_kind(recoveries(lines)).items():
+        good, bare = sum(m["recovered"] for m in members), sum(m["recovered_bare"] for m in members)
+        found[f"recovery of {kind}"] = {"runs": len(members), "recovered": good, "recovered_bare": bare}
+    return found
+
+
+def is_false_alarm(line: Line) -> bool:
+    return line["verdict"] is not None or line["end"] != "finished"
+
+
+def recoveries(lines: list[Line]) -> list[Line]:
+    """Runs with a transient fault whose undisturbed run is there, with whether they end within 5 % of it."""
+    runs = [line for line in lines if line["what"] == "recovery"]
+    plain = {line["seed"]: line["loss"] for line in runs if line["kind"] == "undisturbed"}
+    return [
+        {
+            **line,
+            "recovered": near(line["loss"], plain[line["seed"]]),
+            "recovered_bare": near(line["loss_bare"], plain[line["seed"]]),
+        }
+        for line in runs
+        if line["kind"] != "undisturbed" and plain.get(line["seed"]) is not None
+    ]
+
+
+def near(loss: float | None, plain: float) -> bool:
+    return loss is not None and loss <= 1.05 * plain
 
 
 def tables(lines: list[Line]) -> str:
@@ -53,19 +103,18 @@ def tables(lines: list[Line]) -> str:
         )
     out.append("healthy                  runs  alarms  said")
     for kind, members in by_kind([line for line in lines if line["what"] == "healthy"]).items():
-        alarms = [line for line in members if line["verdict"] is not None]
-        out.append(
-            f"{kind:<24} {len(members):>4} {len(alarms):>7}  {', '.join(sorted({a['verdict'] for a in alarms}))}"
-        )
+        alarms = [line for line in members if is_false_alarm(line)]
+        said = sorted({alarm["verdict"] or alarm["end"] for alarm in alarms})
+        out.append(f"{kind:<24} {len(members):>4} {len(alarms):>7}  {', '.join(said)}")
     healthy = [line for line in lines if line["what"] == "healthy"]
-    alarms = sum(line["verdict"] is not None for line in healthy)
+    alarms = sum(map(is_false_alarm, healthy))
     low, high = clopper_pearson(alarms, len(healthy))
     out.append(f"false alarms: {alarms} of {len(healthy)} (95 % bounds {low:.3f} to {high:.3f})")
     everything = [line for line in lines if line["what"] == "fault"]
     right = sum(line["right"] for line in everything)
     low, high = clopper_pearson(right, len(everything))
     out.append(f"right label in time: {right} of {len(everything)} (95 % bounds {low:.3f} to {high:.3f})")
-    for kind, members in by_kind([line for line in lines if line["what"] == "recovery"]).items():
+    for kind, members in by_kind(recoveries(lines)).items():
         good, bare = sum(m["recovered"] for m in members), sum(m["recovered_bare"] for m in members)
         out.append(f"recovery {kind:<20} {good} of {len(members)} with protection, {bare} without")
     return "\n".join(out)

@@ -108,7 +108,7 @@ def _place() -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(prefix="safe-scaler-drill-", ignore_cleanup_errors=True) as folder:
         place = Path(folder)
-        make_micro(place / "micro")
+        make_micro(place / "micro", small=True)
         drill_pictures(place / "pictures")
         yield place
 

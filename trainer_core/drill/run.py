@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from ..runs.protocol import Commands
 from .site import Planted, Site
 
 if TYPE_CHECKING:
+    from ..trainer import Trainer
     from .faults import Sections
 
 log = logging.getLogger(__name__)
@@ -42,10 +42,21 @@ class Alarm:
     sentence: str
 
 
+@dataclass(frozen=True)
+class FirstReading:
+    """What a step's first forward and backward showed, before anything was done about it. `norms`: gradient norm of
+    each tensor that has a gradient."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    norms: dict[str, float]
+
+
 @dataclass
 class DrillRun:
-    """How a run with a fault went. `norms`, `losses`: of every step, for naive rules; `zeros`: share of tensors whose
-    gradient is exactly 0 or missing; `skips`: rejected steps; `interventions`: what was done about it."""
+    """How a run with a fault went. `readings`: of every step until the first rollback, for naive rules; `skips`:
+    rejected steps; `interventions`: what was done about it."""
 
     planted: Planted
     onset: int
@@ -53,9 +64,7 @@ class DrillRun:
     status: str = "finished"
     message: str = ""
     steps: int = 0
-    losses: list[float] = field(default_factory=list[float])
-    norms: list[float] = field(default_factory=list[float])
-    zeros: list[float] = field(default_factory=list[float])
+    readings: list[FirstReading] = field(default_factory=list[FirstReading])
     skips: list[int] = field(default_factory=list[int])
     interventions: list[str] = field(default_factory=list[str])
     validation: list[float] = field(default_factory=list[float])
@@ -65,7 +74,7 @@ class DrillRun:
         if not self.alarms:
             return None
         begun = self.alarms[0]
-        same = [one for one in self.alarms if one.kind == begun.kind and one.step <= begun.step + 10]
+        same = [one for one in self.alarms if one.kind == begun.kind and 0 <= one.step - begun.step <= 10]
         modules = frozenset(name for one in same for name in one.modules)
         files = frozenset(name for one in same for name in one.files)
         return replace(begun, modules=modules, files=files)
@@ -83,10 +92,17 @@ class DrillRun:
 
 
 def run_with(
-    config: TrainConfig, inject: Callable[[Site], Planted], *, seed: int, onset: int, audit: bool = False
+    config: TrainConfig,
+    inject: Callable[[Site], Planted],
+    *,
+    seed: int,
+    onset: int,
+    audit: bool = False,
+    most_steps: int | None = None,
 ) -> DrillRun:
     """Train `config` with a fault put in before the first step. With `audit` the check before the first step sees it.
 
+    `most_steps`: the run is stopped after that many steps, those before a rollback included.
     Validation losses of beginning and end are taken where the config measures them.
     """
     config = replace(config, health=replace(config.health, audit="off"))
@@ -100,6 +116,9 @@ def run_with(
         assembly = _assemble(folder, stored, bus, database)
         trainer = assembly.trainer
         result = DrillRun(inject(Site(trainer, seed, onset)), onset)
+        _note_readings(trainer, result.readings)
+        if most_steps is not None:
+            _stop_after(trainer, most_steps)
         try:
             if audit and trainer.health is not None:
                 trainer.health.config = replace(trainer.health.config, audit="check")
@@ -118,6 +137,35 @@ def run_with(
         collected.fill(result)
         trainer.parts.network.detach()
     return result
+
+
+def _note_readings(trainer: Trainer, readings: list[FirstReading]) -> None:
+    """Keep the first reading of every step of the first attempt."""
+    accumulation: Any = trainer.accumulation
+    original = accumulation.measure
+
+    def measure(work: Any) -> Any:
+        found = original(work)
+        step = trainer.state.step + 1
+        if found is not None and trainer.state.attempt == 0 and (not readings or readings[-1].step < step):
+            norms = dict(zip(found.names, found.norms, strict=True))
+            readings.append(FirstReading(step, found.loss, found.grad_norm, norms))
+        return found
+
+    accumulation.measure = measure
+
+
+def _stop_after(trainer: Trainer, most: int) -> None:
+    """Stop the run after `most` steps, however often it goes back."""
+    steps: list[int] = []
+    replaced: Any = trainer
+    original = trainer.train_step
+
+    def train_step() -> bool:
+        steps.append(trainer.state.step)
+        return len(steps) <= most and original()
+
+    replaced.train_step = train_step
 
 
 def _assemble(folder: RunFolder, stored: Wire, bus: EventBus, database: RunDatabase) -> Assembly:
@@ -184,11 +232,8 @@ class _Collector:
     def fill(self, result: DrillRun) -> None:
         for wire in self._wires:
             kind, step, data = wire["type"], int(wire["step"]), wire["data"]
-            if kind in ("StepFinished", "StepRejected"):
-                result.losses.append(math.nan if data["loss"] is None else data["loss"])
-                result.norms.append(math.nan if data["grad_norm"] is None else data["grad_norm"])
-                if kind == "StepRejected":
-                    result.skips.append(step)
+            if kind == "StepRejected":
+                result.skips.append(step)
             if kind == "ValidationFinished":
                 result.validation.append(data["validation_loss"])
             if kind == "Intervention":

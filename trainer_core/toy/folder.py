@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,15 @@ from . import words
 
 @dataclass(frozen=True, kw_only=True)
 class ToyShape:
-    """Widths and depths of a toy SDXL. `unet_heads` counts heads per level, as diffusers' `attention_head_dim` does."""
+    """Widths and depths of a toy SDXL. `unet_heads` counts heads per level, as diffusers' `attention_head_dim` does;
+    `unet_layers`: layers of a down block (2 in SDXL).
+    """
 
     unet_widths: tuple[int, int, int] = (48, 64, 96)
     unet_depths: tuple[int, int, int] = (1, 1, 2)
     unet_heads: tuple[int, int, int] = (2, 2, 3)
     unet_groups: int = 16
+    unet_layers: int = 2
     size_embed_width: int = 256
     vae_widths: tuple[int, int, int, int] = (16, 32, 64, 64)
     vae_groups: int = 8
@@ -41,6 +44,8 @@ TOY = ToyShape()
 MICRO = ToyShape(
     unet_widths=(32, 32, 64), unet_depths=(1, 1, 2), unet_heads=(1, 1, 2), unet_groups=8, vae_widths=(8, 16, 16, 16)
 )
+SMALL_MICRO = replace(MICRO, unet_depths=(1, 1, 1), unet_layers=1)
+"""For drills: every block of SDXL, each with as few layers as there can be (7 transformers, 56 attention layers)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,7 @@ def _unet(shape: ToyShape) -> UNet2DConditionModel:
         "mid_block_type": "UNetMidBlock2DCrossAttn",
         "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         "block_out_channels": shape.unet_widths,
-        "layers_per_block": 2,
+        "layers_per_block": shape.unet_layers,
         "transformer_layers_per_block": shape.unet_depths,
         "attention_head_dim": shape.unet_heads,
         "norm_num_groups": shape.unet_groups,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.detectors_score import clopper_pearson, summary, tables  # noqa: E402
+from benchmarks.detectors import CODE, FIRST_SEED, all_jobs, key, naive, read_lines  # noqa: E402
+from benchmarks.detectors_score import clopper_pearson, kinds, summary, tables  # noqa: E402
+from trainer_core.drill.faults import FAULTS, FROZEN_ENCODERS  # noqa: E402
+from trainer_core.drill.run import DrillRun, FirstReading  # noqa: E402
+from trainer_core.drill.site import Planted  # noqa: E402
 
 NAIVE = {"norm above 100": False}
 
@@ -26,26 +31,68 @@ def fault(kind: str, seed: int, **values: Any) -> dict[str, Any]:
     return {**line, **values}
 
 
+def healthy(seed: int, **values: Any) -> dict[str, Any]:
+    line = {"what": "healthy", "kind": "h", "seed": seed, "verdict": None, "end": "finished", "naive": NAIVE}
+    return {**line, **values}
+
+
 def test_scores_of_made_up_runs() -> None:
     lines = [
         fault("a", 0),
         fault("a", 1, verdict=None, step=None, alarm_in_time=False, right=False, culprit=None),
         fault("b", 0, verdict="FROZEN", right=False, step=20),
         fault("b", 1, culprit=False, naive={"norm above 100": True}),
-        {"what": "healthy", "kind": "h", "seed": 0, "verdict": None, "naive": {"norm above 100": True}},
-        {"what": "healthy", "kind": "h", "seed": 1, "verdict": "STALE", "naive": NAIVE},
-        {"what": "recovery", "kind": "a", "seed": 0, "recovered": True, "recovered_bare": False},
+        healthy(0, naive={"norm above 100": True}),
+        healthy(1, verdict="STALE"),
+        healthy(2, end="failed"),
+        healthy(3),
+        {"what": "recovery", "kind": "undisturbed", "seed": 0, "loss": 1.0},
+        {"what": "recovery", "kind": "a", "seed": 0, "loss": 1.04, "loss_bare": None},
+        {"what": "recovery", "kind": "b", "seed": 0, "loss": 1.06, "loss_bare": 1.01},
+        {"what": "recovery", "kind": "a", "seed": 4, "loss": 1.0, "loss_bare": 1.0},
     ]
     found = summary(lines)
     assert found["recall_min"] == 0.5
     assert found["label"] == pytest.approx(2 / 3, abs=1e-4)
     assert found["culprit"] == pytest.approx(2 / 3, abs=1e-4)
-    assert found["false_alarm"] == 0.5
+    assert found["false_alarm"] == 0.5, "a healthy run that did not end well counts"
     assert found["delay_p95_steps"] == 10
-    assert found["recovered"] == 1.0
-    assert found["baselines"]["norm above 100"] == {"recall": 0.25, "false_alarm": 0.5}
-    assert found["baselines"]["recovered without protection"] == 0.0
+    assert found["recovered"] == 0.5, "seed 4 has no undisturbed run to compare with"
+    assert found["baselines"]["norm above 100"] == {"recall": 0.25, "false_alarm": 0.25}
+    assert found["baselines"]["recovered without protection"] == 0.5
     assert "FROZEN" in tables(lines)
+    by_kind = kinds(lines)
+    assert by_kind["a"] == {
+        "runs": 2, "in_time": 1, "right": 1, "culprit": 1, "bounds": [0.013, 0.987], "said_instead": ["None"],
+    }  # fmt: skip
+    assert by_kind["h"] == {"runs": 4, "false_alarms": 2}
+    assert by_kind["recovery of b"] == {"runs": 1, "recovered": 0, "recovered_bare": 1}
+
+
+def test_simple_rules_judge_what_a_step_first_showed() -> None:
+    """A poisoned picture is left out and the step computed again: the loss that is kept is finite."""
+    nan = float("nan")
+    readings = [FirstReading(step, nan if step == 4 else 1.0, 1.0, {"a": 1.0}) for step in range(1, 7)]
+    run = DrillRun(Planted(), 4, readings=readings)
+    assert naive(run, 4, 1)["loss is NaN"]
+    assert not naive(run, 5, 9)["loss is NaN"], "it was before the fault"
+    assert not naive(run, 4, 1)["norm above 100"]
+
+
+def test_lines_of_another_code_version_are_no_part_of_a_score(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(f'{{"code": "old", "seed": 1}}\n{{"code": "{CODE}", "seed": 2}}\n', encoding="utf-8")
+    assert [line["seed"] for line in read_lines(lines)] == [2]
+
+
+def test_planned_runs_are_as_many_as_the_issue_asks_for() -> None:
+    jobs = list(all_jobs(20, FIRST_SEED, toy=False))
+    counts = Counter((job["what"], job["kind"]) for job in jobs)
+    assert {n for (what, _), n in counts.items() if what == "fault"} == {20}
+    assert {n for (what, _), n in counts.items() if what == "healthy"} == {40}
+    assert min(job["seed"] for job in jobs) > 0, "seed 0 was looked at while the rules were made"
+    assert len({key(job) for job in jobs}) == len(jobs)
+    assert all(fault.sections == FROZEN_ENCODERS for fault in FAULTS if fault.transient), "as the undisturbed run"
 
 
 def test_nothing_measured_is_null_and_not_perfect() -> None:

@@ -177,6 +177,15 @@ def test_stale_by_rounding_and_by_replacement() -> None:
     assert (finding.kind, finding.cause, set(finding.tensors)) == ("STALE", "outside", set(UP[:4]))
 
 
+def test_rounding_names_large_and_small_weights_of_a_group_in_one_finding() -> None:
+    """The alerts speak once of a group: a second finding about it would be swallowed, and its tensors with it."""
+    some, others = UP[:2], UP[2:4]
+    found = looks(3, changed(changed(slow(TENSORS), some, changed=0.1), others, changed=0.0))
+    assert len({finding.subject for finding in found}) == len(found)
+    assert {finding.cause for finding in found} == {"rounding"}
+    assert {name for finding in found for name in finding.tensors} == {*some, *others}
+
+
 def test_a_rate_near_zero_at_the_end_of_a_schedule_is_not_stale() -> None:
     rules = slow_rules()
     rules.look(slow(TENSORS), fast(TENSORS), NOBODY, set())
