@@ -147,7 +147,6 @@ class _Assembler:
         self.together.check(trainer, session.identity)
         self._resume(session, trainer, report)
         recovery.begin(trainer.state.step)
-        self.together.take_over(trainer)
         if trainer.health is not None:
             trainer.health.audit()
         self._announce(session, trainer, report)

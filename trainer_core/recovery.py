@@ -3,6 +3,9 @@
 What a rollback takes back: weights, moments, averages, counters, schedule, signals. What it does not: the ladder
 itself, the quarantine, and the number of the attempt, which draws everything random anew. The new state is written as a
 checkpoint before training goes on, so that a process that is killed between two rungs goes on with the same one.
+
+With several processes the first one decides, reads the checkpoint and writes; all do what was decided with the state
+that it read.
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .checkpoints.manifest import STATE
 from .checkpoints.state import RunState
+from .distributed.shared_state import share_state
 from .errors import CheckpointError
 from .events import Intervention
 from .health.goodness import is_good
@@ -23,7 +29,7 @@ from .health.ladder import RESET_OPTIMIZER, Attempt, Ladder, Rung
 from .health.stop_report import StopFacts, stop_report
 from .models.formats import convert_base, why_not
 from .optim.phases import POISON, RECOVER, STOPPED, Trigger
-from .optim.precision import COMPUTE_DTYPES
+from .optim.precision import COMPUTE_DTYPES, SAFER
 from .optim.reading import named
 from .resume import put_back
 from .runs.platform import DurableIO
@@ -36,6 +42,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REPORT = "stop_report.md"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows from a trigger: a rung (`place` is the ladder's), or why there is none (`stop`). `passed`: rungs
+    that were passed over, with the reason."""
+
+    rung: Rung | None = None
+    stop: str = ""
+    passed: tuple[str, ...] = ()
+    place: int = -1
+    culprit: str = ""
 
 
 class Recovery:
@@ -54,7 +72,7 @@ class Recovery:
         self._set()
         if self.config.safety.ladder:
             self.trainer.recover = self
-            if step == 0:
+            if step == 0 and self._first:
                 self._remember_start()
 
     def _remember_start(self) -> None:
@@ -73,19 +91,42 @@ class Recovery:
             NonFiniteError: there is nothing left to try, no state to go back to, or the data are at fault.
         """
         self.session.checkpoints.close()
+        decision = self._decision(trigger)
+        if decision.rung is None:
+            self._stop(trigger, decision.stop, decision.passed)
+        self.ladder.place = decision.place
+        processes = self.trainer.parts.processes
+        good = self._good_state() if processes is None else share_state(processes, self._good_state)
+        if good is None:
+            why = "There is no good checkpoint to go back to (checkpoint.every_steps)."
+            self._stop(trigger, why, decision.passed)
+        self._take(trigger, decision.rung, good, decision.culprit)
+
+    @property
+    def _first(self) -> bool:
+        processes = self.trainer.parts.processes
+        return processes is None or processes.first
+
+    def _decision(self, trigger: Trigger) -> Decision:
+        """The same in every process: the first one's, with what the number formats lack on any of them."""
+        processes = self.trainer.parts.processes
+        if processes is None:
+            return self._decide(trigger, self._cannot)
+        lacks: dict[str, str] = {}
+        for told in processes.gather(json.dumps({compute: self._cannot(compute) for compute in SAFER.values()})):
+            lacks.update({compute: why for compute, why in json.loads(told).items() if why})
+        told = processes.share_json(lambda: asdict(self._decide(trigger, lambda compute: lacks.get(compute, ""))))
+        return _read_decision(told)
+
+    def _decide(self, trigger: Trigger, cannot: Callable[[str], str]) -> Decision:
         trainer, quarantine, safety = self.trainer, self.trainer.guard.quarantine, self.config.safety
         if trigger.kind == POISON and quarantine.share > safety.data_fault_share:
             many = f"{len(quarantine.excluded)} of {quarantine.pictures} pictures are quarantined"
-            self._stop(trigger, f"{many}: the data are at fault, and no rung of the ladder mends that.")
+            return Decision(stop=f"{many}: the data are at fault, and no rung of the ladder mends that.")
         culprit = self._culprit()
         recovering = trainer.parts.precision.phases.phase == RECOVER
-        rung, passed = self.ladder.next(trigger, recovering=recovering, cannot=self._cannot, culprit=culprit)
-        if rung is None:
-            self._stop(trigger, "There is no rung left on the ladder.", passed)
-        good = self._good_state()
-        if good is None:
-            self._stop(trigger, "There is no good checkpoint to go back to (checkpoint.every_steps).", passed)
-        self._take(trigger, rung, good, culprit)
+        rung, passed = self.ladder.next(trigger, recovering=recovering, cannot=cannot, culprit=culprit)
+        return Decision(rung, "There is no rung left on the ladder.", tuple(passed), self.ladder.place, culprit)
 
     def _take(self, trigger: Trigger, rung: Rung, good: RunState, culprit: str) -> None:
         trainer, session = self.trainer, self.session
@@ -107,7 +148,8 @@ class Recovery:
         self._set()
         trainer.parts.precision.restart(self.ladder.compute)
         session.rolled_back(back)
-        session.checkpoints.save_now(back)
+        if self._first:
+            session.checkpoints.save_now(back)  # the others wait at the gate of the next step
         reason = f"{trigger.reason} at step {failed} ({trigger.kind})"
         action = f"Went back from step {failed} to {good.name or back}: {text}; {window} steps' worth of data left out"
         log.warning("%s (%s)", action, reason)
@@ -154,7 +196,7 @@ class Recovery:
         if wire["type"] == "CheckpointSaved" and self.session.checkpoints.good_name:
             self._start = None
 
-    def _stop(self, trigger: Trigger, why: str, passed: list[str] | None = None) -> NoReturn:
+    def _stop(self, trigger: Trigger, why: str, passed: Sequence[str]) -> NoReturn:
         """End the run with a report.
 
         Raises:
@@ -167,7 +209,7 @@ class Recovery:
             trigger=trigger,
             why=why,
             compute=self.ladder.compute,
-            passed=passed or (),
+            passed=passed,
             history=self.ladder.history,
             rows=tuple(guard.rows),
             tensors=guard.tensor_hits,
@@ -176,8 +218,14 @@ class Recovery:
             learning_rate=self.config.optimizer.learning_rate * self.ladder.lr_factor,
         )
         path = self.session.folder.path / REPORT
-        DurableIO().replace_file(path, stop_report(facts).encode("utf-8", "replace"))
+        if self._first:
+            DurableIO().replace_file(path, stop_report(facts).encode("utf-8", "replace"))
         raise guard.failure(trigger, f"{why} What was tried and what to change: {path}.")
+
+
+def _read_decision(told: Mapping[str, Any]) -> Decision:
+    rung = None if told["rung"] is None else Rung(**told["rung"])
+    return Decision(rung, told["stop"], tuple(told["passed"]), told["place"], told["culprit"])
 
 
 def freeze(optimizer: torch.optim.Optimizer, module: str) -> None:

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .distributed.together import agreed_trigger
 from .errors import NonFiniteError
 from .events import Intervention, StepRejected, Verdict
 from .health.culprit import FirstHit, bad_inputs, first_backward_hit, first_forward_hit, timestep_of
@@ -163,9 +164,10 @@ class StepGuard:
         )
 
     def take_trigger(self) -> Trigger | None:
-        """The trigger that waits, once."""
+        """The trigger that waits, once; with several processes the same in all of them."""
         trigger, self.trigger = self.trigger, None
-        return trigger
+        processes = self.trainer.parts.processes
+        return trigger if processes is None else agreed_trigger(processes, trigger)
 
     def files(self, refs: tuple[SampleRef, ...]) -> tuple[str, ...]:
         """Picture files of samples, in order."""

@@ -23,16 +23,17 @@ def fingerprint(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
 
     A weight of an odd factor times an odd place-dependent number is never 0, so any single changed word is seen.
     """
-    totals = [0, 0]
+    totals: dict[torch.device, torch.Tensor] = {}
     start = 0
     for parameter in parameters:
         words = parameter.detach().contiguous().reshape(-1).view(torch.int32).to(torch.int64)
         places = torch.arange(start, start + len(words), dtype=torch.int64, device=words.device) * 2 + 1
-        for index, odd in enumerate(_ODD):
-            weight = places * odd if index == 0 else places * places * odd
-            totals[index] += int((words * weight).sum())
+        sums = [(words * weight).sum() for weight in (places * _ODD[0], places * places * _ODD[1])]
+        before = totals.get(words.device)
+        totals[words.device] = torch.stack(sums) if before is None else before + torch.stack(sums)  # modulo 2^64
         start += len(words)
-    return totals[0] % 2**64, totals[1] % 2**64
+    read = [total.tolist() for total in totals.values()]  # one read a device, whatever the number of tensors
+    return sum(first for first, _ in read) % 2**64, sum(second for _, second in read) % 2**64
 
 
 def digest(text: str) -> str:

@@ -45,16 +45,15 @@ class Reduction:
         return own_batches(batches, self._pieces)
 
     def prepare(self, optimizer: torch.optim.Optimizer, losses: Sequence[torch.Tensor]) -> None:
-        """Lay out gradients, losses at their places in the step, and which gradients exist, in one flat tensor."""
+        """Lay out gradients, and losses at their places in the step, in one flat tensor."""
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         device = self._parameters[0].device
         sizes = [parameter.numel() for parameter in self._parameters]
-        flat = torch.zeros(sum(sizes) + self._samples + len(sizes), dtype=torch.float32, device=device)
-        *views, loss_S, exists = flat.split([*sizes, self._samples, len(sizes)])
-        for number, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
+        flat = torch.zeros(sum(sizes) + self._samples, dtype=torch.float32, device=device)
+        *views, loss_S = flat.split([*sizes, self._samples])
+        for parameter, view in zip(self._parameters, views, strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad.detach().reshape(-1))
-                exists[number] = 1.0
         own = torch.cat(list(losses)) if losses else loss_S[:0]
         at = 0
         for piece in self._pieces:
@@ -74,12 +73,13 @@ class Reduction:
         NaN and infinity of one process reach all of them in the sum, so all judge the step alike.
         """
         assert self._flat is not None, "prepared before"
+        # Which gradients exist is the host's knowledge: exchanged on the CPU, the device is not read for it.
+        there = self._processes.any_of(*(parameter.grad is not None for parameter in self._parameters))
         flat, self._flat = self._processes.sum(self._flat), None
         sizes = [parameter.numel() for parameter in self._parameters]
-        *views, loss_S, exists = flat.split([*sizes, self._samples, len(sizes)])
-        there = exists.tolist()
-        for parameter, view, count in zip(self._parameters, views, there, strict=True):
-            parameter.grad = view.view_as(parameter) if count > 0 else None
+        *views, loss_S = flat.split([*sizes, self._samples])
+        for parameter, view, exists in zip(self._parameters, views, there, strict=True):
+            parameter.grad = view.view_as(parameter) if exists else None
         return [loss_S]
 
     def forget(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..optim.phases import Trigger
 from .alignment import check_start, describe_optimizer, fingerprint
 from .processes import Processes
 
@@ -81,7 +83,11 @@ class Together:
             },
         )
 
-    def take_over(self, trainer: Trainer) -> None:
-        """The escalation ladder reads checkpoints in one process; with several the run ends instead, and is resumed."""
-        if self.processes is not None:
-            trainer.recover = trainer.halt
+
+def agreed_trigger(processes: Processes, own: Trigger | None) -> Trigger | None:
+    """What the ladder is asked for after a step, the same in every process: the first process's that has a trigger.
+    Measurements may arrive on the host a step later in one process than in another."""
+    if not any(processes.any_of(own is not None)):
+        return None
+    found = [json.loads(text) for text in processes.gather(json.dumps(None if own is None else asdict(own)))]
+    return Trigger(**next(told for told in found if told is not None))
