@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import TrainConfig
-from .config_io import to_dict
+from .config import TrainConfig, trained_parts
+from .config_io import from_dict, to_dict
 from .errors import CheckpointError
 
 # Sections and fields that decide nothing about what has been trained so far; a change is allowed and logged.
-_FREE_SECTIONS = frozenset({"checkpoint", "memory", "preview", "metadata", "safety", "validation"})
+_FREE_SECTIONS = frozenset({"checkpoint", "memory", "preview", "metadata", "safety", "schedule", "validation"})
 _FREE_FIELDS = frozenset(
     {
         "run.max_train_steps",
@@ -28,16 +28,12 @@ _FREE_FIELDS = frozenset(
         "optimizer.ema_validation",
         "optimizer.ema_preview",
         "optimizer.ema_export",
-        "schedule.type",
-        "schedule.warmup_steps",
-        "schedule.decay_steps",
-        "schedule.cycles",
-        "schedule.power",
-        "schedule.timescale",
-        "schedule.min_lr_ratio",
+        "dataset.path",  # the digest of pictures and captions decides, by their paths inside the set
+        "dataset.prior_path",
         "dataset.workers",
         "dataset.cache_dir",
         "dataset.cache_text",
+        "dataset.verify",
         "gradient.max_norm",
         "gradient.clip",
         "precision.compute",
@@ -48,10 +44,13 @@ _FREE_FIELDS = frozenset(
         "precision.gradient_checkpointing",
         "model.path",  # the fingerprint in `resume.py` decides whether it is the same model
         "model.vae",
+        "health.prometheus_port",
+        "health.tensorboard",
+        "health.export_json",
     }
 )
-# How the same step is cut up.
-_ROUNDING = frozenset({"memory.micro_batch", "dataset.workers"})
+# How, where and in what format the same step is computed.
+_ROUNDING = frozenset({"memory.micro_batch", "dataset.workers", "precision.compute", "run.device"})
 # validation.split decides which pictures are trained on.
 _BOUND_FIELDS = frozenset({"validation.split", "validation.enabled", "validation.max_pictures"})
 
@@ -72,7 +71,20 @@ def setting_differences(before: dict[str, Any], now: TrainConfig) -> tuple[list[
             note = " (exact draws, rounding differs)" if full in _ROUNDING else ""
             text = f"{full}: {old!r} in the checkpoint, {new!r} now{note}"
             (free if _is_free(section, full) else bound).append(text)
+    old_parts, new_parts = trained_parts(_rates_of(before)), trained_parts(now)
+    if old_parts != new_parts:  # a learning rate may change, but not from or to 0
+        bound.append(f"trained parts: {', '.join(old_parts)} in the checkpoint, {', '.join(new_parts)} now")
     return bound, free
+
+
+def _rates_of(stored: dict[str, Any]) -> TrainConfig:
+    """A config with the learning rates and ranks of a stored one, which decide what is trained."""
+    return from_dict(
+        {
+            section: {name: value for name, value in stored.get(section, {}).items() if name.endswith(("rate", end))}
+            for section, end in (("optimizer", "_lr"), ("lora", "rank"))
+        }
+    )
 
 
 def refusal(name: str, bound: list[str]) -> CheckpointError:

@@ -20,7 +20,7 @@ from trainer_core.checkpoints.state import RunState
 from trainer_core.config import TrainConfig
 from trainer_core.config_io import from_dict, to_dict
 from trainer_core.events import EventBus
-from trainer_core.resume import put_back, setting_differences
+from trainer_core.resume import RunIdentity, differences, put_back, refusal, setting_differences
 from trainer_core.runs.database import RunDatabase
 from trainer_core.runs.protocol import Commands
 
@@ -196,6 +196,63 @@ def test_settings_that_may_change_are_logged(path: str, value: Any) -> None:
     assert bound == []
     assert len(free) == 1
     assert free[0].startswith(f"{path}: ")
+
+
+MAY_CHANGE = {
+    "model": {"path", "vae"},
+    "dataset": {"path", "prior_path", "workers", "cache_dir", "cache_text", "verify"},
+    "optimizer": {
+        "learning_rate", "unet_lr", "te1_lr", "te2_lr", "loraplus_ratio", "loraplus_unet_ratio", "loraplus_te_ratio",
+        "ema_validation", "ema_preview", "ema_export",
+    },
+    "precision": {
+        "compute", "loss_scale_growth_interval", "min_loss_scale", "max_loss_scale", "max_rejected_steps",
+        "gradient_checkpointing",
+    },
+    "gradient": {"max_norm", "clip"},
+    "validation": {"every_steps", "bands"},
+    "health": {"prometheus_port", "tensorboard", "export_json"},
+    "run": {"output_dir", "output_name", "max_train_steps", "max_train_epochs", "device", "process_timeout"},
+}  # fmt: skip
+WHOLE_SECTIONS = {"schedule", "memory", "safety", "checkpoint", "preview", "metadata"}
+
+
+def test_every_setting_that_must_not_change_is_named() -> None:
+    """All of them changed at once: each stands in the refusal by name, and nothing else does. A new setting belongs to
+    the ones that must not change until it is put into a list here and in resume_rules.py."""
+    now = TrainConfig()
+    before = {
+        section: {name: _another(name, value) for name, value in fields.items()}
+        for section, fields in to_dict(now).items()
+        if isinstance(fields, dict)
+    }
+    bound, free = setting_differences(before, now)
+    expected = {
+        f"{section}.{name}"
+        for section, fields in before.items()
+        for name in fields
+        if section not in WHOLE_SECTIONS and name not in MAY_CHANGE.get(section, set())
+    }
+    assert {line.split(":")[0] for line in bound} == expected | {"trained parts"}
+    assert len(free) + len(bound) == sum(len(fields) for fields in before.values()) + 1
+    text = str(refusal("step-00000500", bound))
+    assert all(f"  - {name}: " in text for name in expected)
+
+
+def _another(name: str, value: Any) -> Any:
+    """Another value; of the same type where trained parts are told from it."""
+    if name.endswith("rank"):
+        return 3
+    return 0.5 if name.endswith(("_lr", "learning_rate")) else f"another {value}"
+
+
+def test_another_number_of_processes_is_logged_and_another_model_or_data_set_refused() -> None:
+    config = TrainConfig()
+    scalars = {"config": to_dict(config), "model_fingerprint": "a", "data_digest": "b", "processes": 3}
+    bound, free = differences(scalars, RunIdentity(config, "a", "b", 2))
+    assert (bound, free) == ([], ["processes: 3 in the checkpoint, 2 now (exact draws, rounding differs)"])
+    bound, _ = differences(scalars, RunIdentity(config, "x", "y", 3))
+    assert [line.split(":")[0] for line in bound] == ["the base model", "the data set"]
 
 
 @pytest.mark.parametrize(
