@@ -18,6 +18,7 @@ IMBALANCED_SAMPLES = 2
 _IMBALANCE_FROM = 50
 _FEWEST_STALE = 2
 _IMBALANCED_SHARE = 0.25
+_HELD_BACK = 0.3
 _QUIET_RATE = 1e-3
 _ONE_COORDINATE = 0.01
 _LEAP, _LEAP_TIMES, _LEAPS_KEPT = 0.05, 8.0, 20
@@ -36,6 +37,7 @@ class SlowRules:
         self._age = 0.0
         self._peak_rate = 0.0
         self._leaps: list[float] = []
+        self._eps_told = False
         self._vanishing_of = [t.name for t in tensors.values() if t.part == "unet"] or list(tensors)
 
     def look(
@@ -172,17 +174,30 @@ class SlowRules:
         ]
 
     def _imbalanced(self, record: SlowRecord, asleep: set[str]) -> list[Finding]:
-        """One factor moves the layer a hundred times more than the other, in a good part of a group."""
+        """One factor moves the layer a hundred times more than the other, in a good part of a group.
+
+        Not judged where the slower factor's gradients are below Adam's eps (RMS far below 1): that comes from the size
+        of the loss and not from the rates, so it is told once as information.
+        """
         groups: dict[str, list[tuple[str, float]]] = {}
+        held: list[str] = []
         for module, quotient in record.quotients.items():
             names = [
                 name for name in (f"{module}.lora_down.weight", f"{module}.lora_up.weight") if name in self._tensors
             ]
             if len(names) < 2 or math.isnan(quotient) or asleep.intersection(names):
                 continue
+            slower = names[0] if quotient > 0 else names[1]
+            if abs(quotient) > 1.0 and slower in record.tensors and record.tensors[slower].rms < _HELD_BACK:
+                held.append(slower)
+                continue
             groups.setdefault(self._tensors[names[0]].group, []).append((module, quotient))
         if record.step <= _IMBALANCE_FROM:
             return []
+        found: list[Finding] = []
+        if not self._eps_told and len(held) > _IMBALANCED_SHARE * len(record.quotients):
+            self._eps_told = True
+            found = [Finding("IMBALANCED", "", tuple(held), "eps", "info", {"tensors": len(held)})]
         judged = [abs(quotient) for members in groups.values() for _, quotient in members]
         if judged:
             self._thresholds.learn(record.step, "imbalance", percentile(judged, 90))
@@ -192,7 +207,6 @@ class SlowRules:
             for group, members in groups.items()
             if sum(abs(quotient) > limit for _, quotient in members) >= max(1, _IMBALANCED_SHARE * len(members))
         ]
-        found = []
         for group in self._streaks.see("imbalanced", seen, IMBALANCED_SAMPLES):
             over = [(module, quotient) for module, quotient in groups[group] if abs(quotient) > limit]
             middle = statistics.median(quotient for _, quotient in over)
@@ -210,11 +224,12 @@ class SlowRules:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"age": self._age, "peak_rate": self._peak_rate, "leaps": list(self._leaps)}
+        return {"age": self._age, "peak_rate": self._peak_rate, "leaps": list(self._leaps), "eps_told": self._eps_told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._age, self._peak_rate = float(state["age"]), float(state["peak_rate"])
         self._leaps = [float(value) for value in state.get("leaps", ())]
+        self._eps_told = bool(state.get("eps_told", False))
 
 
 def group_rms(record: SlowRecord, tensors: Mapping[str, Tensor]) -> dict[str, float]:

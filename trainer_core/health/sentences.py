@@ -151,6 +151,11 @@ _TEXTS: dict[tuple[str, str], tuple[str, str, str]] = {
         "the learning rates of lora_up and lora_down do not fit each other, or alpha is far off",
         "use optimizer.loraplus_ratio between 1 and 16, or alpha between rank / 2 and rank",
     ),
+    ("IMBALANCED", "eps"): (
+        "The gradients of {tensors:.0f} tensors are so small that the optimizer's eps holds their updates back",
+        "the loss is weighted with a tiny number, or gradients are clipped to almost nothing",
+        "raise the loss weights (dataset weights, objective.*), or gradient.max_norm",
+    ),
     ("COLLAPSING", ""): (
         "Gradients fall steadily ({slope:.4f} powers of ten a step) and the loss does not",
         "the group is saturated or has died",

@@ -213,6 +213,20 @@ def test_quotient_is_judged_after_step_50_only() -> None:
     assert looks(8, replace(record, quotients=dict.fromkeys(modules, 1.0))) == []
 
 
+def test_a_factor_that_adams_eps_holds_back_is_news_and_no_imbalance() -> None:
+    """A loss weighted with 1e-5: lora_down's gradients are below eps, so the quotient says nothing about the rates."""
+    modules = {tensor.module for tensor in TENSORS.values()}
+    record = replace(changed(slow(TENSORS), DOWN, rms=0.01), quotients=dict.fromkeys(modules, 3.4))
+    rules, found = slow_rules(), []
+    for step in range(10, 130, 10):
+        aged = changed(record, list(TENSORS), age=float(step))
+        found += rules.look(replace(aged, step=step), fast(TENSORS), NOBODY, set())
+    assert {(f.kind, f.cause, f.severity) for f in found if f.subject != "te1"} >= {("IMBALANCED", "eps", "info")}
+    assert not [f for f in found if f.severity == "warning" and set(f.tensors) & {*UP, *DOWN}]
+    assert sum(f.cause == "eps" for f in found) == 1, "told once"
+    assert "eps" in sentence(next(f for f in found if f.cause == "eps"))
+
+
 def test_lost_optimizer_state() -> None:
     rules = slow_rules()
     assert rules.look(slow(TENSORS, age=300.0), fast(TENSORS), NOBODY, set()) == []
