@@ -51,7 +51,7 @@ UNDISTURBED = "undisturbed"
 _TAIL = 2
 _ONSETS = (22, 33)
 _HEALTHY_STEPS, _LONG_HEALTHY_STEPS, _TOY_HEALTHY_STEPS = 72, 120, 40
-"""All rules but those of steps 100 and 110 have spoken by step 70; one healthy run in eight is long enough for these."""
+"""All rules but those of steps 100 and 110 have spoken by step 70; one healthy run in eight is long enough for them."""
 _RECOVERY_STEPS = 60
 _RECOVERY_EVERY = 4
 
