@@ -171,6 +171,18 @@ def test_the_routes_refuse_what_they_should(comfyui: ComfyUI) -> None:
     assert ask(comfyui, "DELETE", f"{base}/runs/{run_id}", b"{}", **foreign) == 403
     assert ask(comfyui, "GET", f"{base}/runs", Origin="http://evil.example", Host=f"192.168.0.9:{comfyui.port}") == 403
     assert ask(comfyui, "POST", f"{base}/runs/{run_id}/commands", b'{"cmd": "explode"}', **json_type) == 400
+    data_set = comfyui.get(f"{base}/data_sets")["data_sets"][0]["id"]
+    captions = f"{base}/data_sets/{data_set}/captions"
+    row = comfyui.get(captions)["rows"][0]
+    change = json.dumps({"caption": "x", "version": row["version"]}).encode()
+    for path in ("..%2f..%2fevil", "%2e%2e", "0" * 16, "%00", "a.png"):
+        assert ask(comfyui, "PATCH", f"{captions}/{path}", change, **json_type) in (400, 404, 409), path
+        assert ask(comfyui, "GET", f"{base}/data_sets/{path}/captions") in (400, 404), path
+        assert ask(comfyui, "GET", f"{base}/data_sets/{data_set}/pictures/{path}") in (400, 404), path
+    assert ask(comfyui, "PATCH", f"{captions}/{row['key']}", change, **foreign) == 403
+    assert ask(comfyui, "PATCH", f"{captions}/{row['key']}", change) == 415
+    assert ask(comfyui, "PATCH", f"{captions}/{row['key']}", b" " * 70_000, **json_type) == 413
+    assert ask(comfyui, "PATCH", f"{captions}/{row['key']}", change, **json_type) == 409  # the toy's own pictures
 
 
 def test_the_heartbeat_comes(comfyui: ComfyUI) -> None:
