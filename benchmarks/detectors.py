@@ -58,38 +58,6 @@ _RECOVERY_EVERY = 4
 Job = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20, help="seeds of each fault; look-alikes get twice as many")
-    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
-    parser.add_argument("--only", nargs="*", default=[], metavar="KIND", help="faults and look-alikes, by name")
-    parser.add_argument("--lines", type=Path, default=LINES, metavar="FILE", help="where runs are kept, one a line")
-    parser.add_argument("--toy", action="store_true", help="the trained toy SDXL, two seeds a kind")
-    parser.add_argument("--shard", default="0/1", help="this process's share of the runs, as i/n")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after this long")
-    parser.add_argument("--smoke", action="store_true", help="three short runs, results not kept")
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="detectors-") as folder:
-        lines = Path(folder) / "lines.jsonl" if asked.smoke else asked.lines
-        lines.parent.mkdir(parents=True, exist_ok=True)
-        place = prepare(Path(folder), toy=asked.toy)
-        jobs = list(smoke_jobs() if asked.smoke else all_jobs(asked.seeds, asked.first_seed, toy=asked.toy))
-        jobs = [job for job in jobs if not asked.only or job["kind"] in asked.only]
-        work(jobs, lines, place, asked.shard, asked.minutes)
-        found = read_lines(lines)
-    wanted = {key(job) for job in jobs}
-    scored = [line for line in found if key(line) in wanted]
-    print(tables(scored))
-    print(f"{len(scored)} of {len(jobs)} runs done; code version {CODE}")
-    result = summary(scored)
-    if not asked.smoke and lines == LINES:
-        name = "detectors_toy" if asked.toy else "detectors"
-        details = {"kinds": kinds(scored), "runs": len(scored), "planned": len(jobs), "code": CODE}
-        store_result(name, {**result, **details})
-    print(json.dumps(result))
-
-
 def code_version() -> str:
     """A hash of the sources that plant faults and judge them."""
     folders = ("trainer_core/health", "trainer_core/drill")
@@ -102,6 +70,40 @@ def code_version() -> str:
 
 
 CODE = code_version()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20, help="seeds of each fault; look-alikes get twice as many")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--only", nargs="*", default=[], metavar="KIND", help="faults and look-alikes, by name")
+    parser.add_argument("--lines", type=Path, default=LINES, metavar="FILE", help="where runs are kept, one a line")
+    parser.add_argument("--toy", action="store_true", help="the trained toy SDXL, two seeds a kind")
+    parser.add_argument("--shard", default="0/1", help="this process's share of the runs, as i/n")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after this long")
+    parser.add_argument("--code", default=CODE, help="score the runs of an earlier code version; nothing is run")
+    parser.add_argument("--smoke", action="store_true", help="three short runs, results not kept")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="detectors-") as folder:
+        lines = Path(folder) / "lines.jsonl" if asked.smoke else asked.lines
+        lines.parent.mkdir(parents=True, exist_ok=True)
+        place = prepare(Path(folder), toy=asked.toy)
+        jobs = list(smoke_jobs() if asked.smoke else all_jobs(asked.seeds, asked.first_seed, toy=asked.toy))
+        jobs = [job for job in jobs if not asked.only or job["kind"] in asked.only]
+        if asked.code == CODE:
+            work(jobs, lines, place, asked.shard, asked.minutes)
+        found = read_lines(lines, asked.code)
+    wanted = {key(job) for job in jobs}
+    scored = [line for line in found if key(line) in wanted]
+    print(tables(scored))
+    print(f"{len(scored)} of {len(jobs)} runs done; code version {asked.code}")
+    result = summary(scored)
+    if not asked.smoke and lines == LINES:
+        name = "detectors_toy" if asked.toy else "detectors"
+        details = {"kinds": kinds(scored), "runs": len(scored), "planned": len(jobs), "code": asked.code}
+        store_result(name, {**result, **details})
+    print(json.dumps(result))
 
 
 def prepare(folder: Path, *, toy: bool) -> Path:
@@ -164,12 +166,12 @@ def key(job: Job) -> tuple[Any, ...]:
     return job["what"], job["kind"], job["seed"], job["model"]
 
 
-def read_lines(path: Path) -> list[Job]:
-    """Runs of the present code version; those of another are no part of a score."""
+def read_lines(path: Path, code: str = CODE) -> list[Job]:
+    """Runs of one code version; those of another are no part of a score."""
     if not path.exists():
         return []
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [line for line in found if line["code"] == CODE]
+    return [line for line in found if line["code"] == code]
 
 
 def perform(job: Job, place: Path) -> Job:
