@@ -44,6 +44,13 @@ def create_run(
     """
     asked = config
     config = checked(asked, light=light)
+    if config.hardware.profile != "off":
+        from .hardware.profiles import apply_profile
+
+        config, told = apply_profile(config)
+        notes = [*(notes or []), *told]
+        if found := problems(config):
+            raise ConfigError(found)
     output_dir = Path(config.run.output_dir).expanduser()
     check_writable(output_dir)
     run_id = new_run_id(datetime.now(timezone.utc))
@@ -61,6 +68,7 @@ def create_run(
             "lora_stem": stem,
             "notes": list(notes or []),
             "created": time.time(),
+            "started_in": str(Path.cwd()),  # where relative paths of the settings begin
         }
     )
     return folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from comfyui_server import ComfyUI, Unbroken
 
@@ -20,6 +22,7 @@ def test_no_event_carries_a_path_outside_its_run(comfyui: ComfyUI, unbroken: Unb
     ended = unbroken.outcome.events("RunFinished")[0]["data"]
     saved = unbroken.outcome.events("LoraSaved")[-1]["data"]
     assert (ended["lora"], saved["file"]) == ("unbroken.safetensors", "unbroken.safetensors")
+    assert str(comfyui.base) not in json.dumps(unbroken.outcome.events())
 
 
 def test_the_bar_moves_to_the_last_step(unbroken: Unbroken) -> None:

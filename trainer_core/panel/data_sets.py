@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ _MOST_ROWS = 500
 _THUMBNAIL = 256
 _MOST_KEPT = 8
 
+_PLACES = ("path", "prior_path", "config_file")
 _DECIDING = (
     "path", "prior_path", "config_file", "recursive", "caption_extensions", "caption_encoding", "metadata_file",
 )  # fmt: skip
@@ -59,7 +60,7 @@ def data_set_id(dataset: DatasetConfig) -> str:
     values: list[Any] = []
     for name in _DECIDING:
         value: Any = getattr(dataset, name)
-        is_place = name in ("path", "prior_path", "config_file") and value
+        is_place = name in _PLACES and value
         values.append(os.path.realpath(os.path.expanduser(value)) if is_place else value)
     text = json.dumps(values, ensure_ascii=True, default=str)
     return hashlib.blake2b(text.encode("ascii"), digest_size=8).hexdigest()
@@ -266,8 +267,22 @@ def _row(row: CaptionRow) -> dict[str, Any]:
 
 
 def _config_of(info: RunInfo) -> tuple[DatasetConfig, BucketConfig]:
-    config = from_dict(info.folder.read_config()["config"])
-    return config.dataset, config.bucket
+    stored = info.folder.read_config()
+    config = from_dict(stored["config"])
+    return _anchored(config.dataset, str(stored.get("started_in") or "")), config.bucket
+
+
+def _anchored(dataset: DatasetConfig, begin: str) -> DatasetConfig:
+    """`dataset` with its relative paths below `begin`, where the run was started: this program runs elsewhere.
+
+    A run that does not say where it was started has no data set here rather than a wrong one.
+    """
+    changed: dict[str, str] = {}
+    for name in _PLACES:
+        value = getattr(dataset, name)
+        if value and not Path(value).expanduser().is_absolute():
+            changed[name] = str(Path(begin, value)) if begin else ""
+    return replace(dataset, **changed) if changed else dataset
 
 
 def _folders(dataset: DatasetConfig, bucket: BucketConfig) -> list[Path]:

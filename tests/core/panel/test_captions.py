@@ -244,6 +244,19 @@ def test_a_run_names_its_data_set(tmp_path: Path, pictures: Path) -> None:
     assert run.path.exists()
 
 
+def test_relative_folders_begin_where_the_run_was_started(tmp_path: Path, pictures: Path) -> None:
+    stored = {"config": {"dataset": {"path": pictures.name}}, "config_hash": "h"}
+    run = RunFolder.create(tmp_path / "output", "20261129T171500Z-1a2b")
+    run.write_config({**stored, "run_id": run.run_id})
+    api = PanelApi(lambda: [tmp_path / "output"])
+    assert api.handle(Request("GET", "/runs")).data["runs"][0]["data_set"] == ""  # unknown, not a wrong folder
+    run.write_config({**stored, "run_id": run.run_id, "started_in": str(tmp_path)})
+    os.utime(run.config_path, (1, 1))
+    identity = api.handle(Request("GET", "/runs")).data["runs"][0]["data_set"]
+    assert identity == data_set_id(DatasetConfig(path=str(pictures)))
+    assert len(api.handle(Request("GET", f"/data_sets/{identity}/captions")).data["rows"]) == 3
+
+
 def test_a_folder_that_is_gone_is_told(panel: Panel, pictures: Path) -> None:
     pictures.rename(pictures.with_name("moved"))
     reply = panel.get("/captions")
