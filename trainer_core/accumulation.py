@@ -68,7 +68,7 @@ class Accumulation:
         self._area = area
         self._should_stop = should_stop
         self.ladder = ladder or MemoryLadder()
-        self._context = context or self.ladder.context
+        self.context = context or self.ladder.context
         self.reduction = reduction
         self.pieces = 0
         """Forwards that made up the last step here."""
@@ -139,7 +139,7 @@ class Accumulation:
                         return _Try(stopped=True)
                     now = len(piece), area
                     self.pieces += 1
-                    with self._context():
+                    with self.context():
                         loss_B = self._compute_loss(work.epoch, piece)
                     self._precision.backward(loss_B, work.divisor)
             if self.reduction is not None:

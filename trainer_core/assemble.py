@@ -32,6 +32,7 @@ from .draws import Draws
 from .errors import ConfigError, Problem
 from .events import EventBus, PhaseChanged, Resumed, RunStarted, Warned
 from .export import Exporter
+from .hardware.watch import watch_device
 from .health.engine import health_of
 from .memory.before_loading import check_need
 from .memory.run_memory import memory_of
@@ -147,6 +148,7 @@ class _Assembler:
         self.together.check(trainer, session.identity)
         self._resume(session, trainer, report)
         recovery.begin(trainer.state.step)
+        watch_device(trainer, recovery)
         if trainer.health is not None:
             trainer.health.audit()
         self._announce(session, trainer, report)

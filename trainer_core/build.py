@@ -14,7 +14,7 @@ from .assemble import Assembly, assemble
 from .checkpoints.manifest import newest_good
 from .config import TrainConfig, trained_parts
 from .config_io import from_dict
-from .errors import TrainerError
+from .errors import HardwareError, TrainerError
 from .events import EventBus, PhaseChanged, RunFinished, Warned
 from .prepare import change_run as change_run
 from .prepare import create_run as create_run
@@ -142,7 +142,7 @@ class _Runner:
         except TrainerError as error:
             log.error("%s", error)
             status, message, lora = "failed", str(error), None
-            checkpoint = self._rescue()
+            checkpoint = self._rescue(error)
         except Exception as error:
             # The worker's boundary: a bug must still leave a record that says so before its traceback goes up.
             log.exception("the run failed")
@@ -172,10 +172,14 @@ class _Runner:
         checkpoint, lora = session.finish(trainer.state.step, status)
         return status, self._sentence(status), checkpoint, lora
 
-    def _rescue(self) -> str | None:
-        """A checkpoint of a failed run, so that nothing is lost; the store refuses a damaged state."""
+    def _rescue(self, error: TrainerError) -> str | None:
+        """A checkpoint of a failed run, so that nothing is lost; the store refuses a damaged state. What a failing
+        device computed is not kept: an earlier checkpoint is named."""
         if self.assembly is None or self.assembly.trainer.state.step == 0:
             return None
+        if isinstance(error, HardwareError):
+            kept = self.assembly.session.store.newest()
+            return None if kept is None else kept.name
         try:
             return self.assembly.session.checkpoints.save_now(self.assembly.trainer.state.step)
         except TrainerError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 
 from .config_freezing import FreezingConfig as FreezingConfig
+from .config_hardware import HardwareConfig as HardwareConfig
 from .config_health import HealthConfig as HealthConfig
 from .config_memory import MemoryConfig as MemoryConfig
 from .config_option import STEPS_OR_SHARE as STEPS_OR_SHARE
@@ -310,6 +311,7 @@ class TrainConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     safety: SafetyConfig = field(default_factory=SafetyConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
     freezing: FreezingConfig = field(default_factory=FreezingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

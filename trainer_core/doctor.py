@@ -120,7 +120,17 @@ def _sdxl() -> dict[str, list[str]]:
         "ranks": rank_table(),
         "recomputed": sdxl_need(recompute=True).lines(),
         "kept": sdxl_need(recompute=False).lines(),
+        "profile": _profile(),
     }
+
+
+def _profile() -> list[str]:
+    """What `--hardware.profile auto` would choose here for one picture at 1024 x 1024 and rank 16, and why."""
+    from .hardware.profiles import choose, probe
+
+    asked = {"targets": "all transformer layers (kohya's set)", "rank": 16, "batch": 1, "text_cached": True}
+    choice = choose("auto", asked, probe())
+    return [f"profile for this machine (--hardware.profile auto): {choice.name}", *choice.reasons, *choice.notes]
 
 
 def _no_gpu() -> str:
@@ -185,6 +195,7 @@ def report(facts: dict[str, Any]) -> str:
         lines.append("memory of SDXL at 1024 x 1024, one picture, rank 16, bf16, texts cached (estimated):")
         lines.append(f"  with --gradient_checkpointing: {'; '.join(sdxl['recomputed'])}")
         lines.append(f"  without: {sdxl['kept'][-2]}; {sdxl['kept'][-1]}")
+        lines += ["\n  ".join(sdxl["profile"])]
     lines += [f"missing: {text}" for text in facts["missing"]]
     lines += [f"advice: {text}" for text in facts["advice"]]
     lines.append("Ready to train." if not facts["missing"] else "Not ready to train.")

@@ -81,6 +81,10 @@ class HealthError(TrainerError):
     """Gradient health says that going on is of no use: something does not train, or the user asked to stop on it."""
 
 
+class HardwareError(TrainerError):
+    """The device fails: what it computed lately may be wrong, so the present state is not kept."""
+
+
 class ResourceError(TrainerError):
     """Out of memory or disk, with the sizes and what to try."""
 

@@ -24,6 +24,7 @@ from .checkpoints.state import RunState
 from .distributed.shared_state import share_state
 from .errors import CheckpointError
 from .events import Intervention
+from .hardware.watch import HARDWARE, HardwareWatch, device_failed
 from .health.goodness import is_good
 from .health.ladder import RESET_OPTIMIZER, Attempt, Ladder, Rung
 from .health.stop_report import StopFacts, stop_report
@@ -65,15 +66,15 @@ class Recovery:
         self.config = config
         self.ladder = Ladder(config.safety, trainer.parts.precision.compute)
         trainer.keepers["ladder"] = self.ladder
+        self.hardware: HardwareWatch | None = None
         self._start: RunState | None = None
 
     def begin(self, step: int) -> None:
         """The run begins, or goes on from a checkpoint: what the ladder changed before is changed again."""
         self._set()
-        if self.config.safety.ladder:
-            self.trainer.recover = self
-            if step == 0 and self._first:
-                self._remember_start()
+        self.trainer.recover = self
+        if self.config.safety.ladder and step == 0 and self.session.is_first:
+            self._remember_start()
 
     def _remember_start(self) -> None:
         """Keep the untrained state in host memory until there is a good checkpoint: a run that fails before goes back
@@ -88,9 +89,16 @@ class Recovery:
         """Go back and take the next rung.
 
         Raises:
-            NonFiniteError: there is nothing left to try, no state to go back to, or the data are at fault.
+            NonFiniteError: nothing is left to try, there is no state to go back to, the data are at fault, or the
+                ladder is off.
+            HardwareError: the device fails.
         """
         self.session.checkpoints.close()
+        if trigger.kind == HARDWARE:
+            clean_at = 0.0 if self.hardware is None else self.hardware.clean_at
+            raise device_failed(self.session, trigger, self.trainer.state.step, clean_at)
+        if not self.config.safety.ladder:
+            self.trainer.halt(trigger)
         decision = self._decision(trigger)
         if decision.rung is None:
             self._stop(trigger, decision.stop, decision.passed)
@@ -101,11 +109,6 @@ class Recovery:
             why = "There is no good checkpoint to go back to (checkpoint.every_steps)."
             self._stop(trigger, why, decision.passed)
         self._take(trigger, decision.rung, good, decision.culprit)
-
-    @property
-    def _first(self) -> bool:
-        processes = self.trainer.parts.processes
-        return processes is None or processes.first
 
     def _decision(self, trigger: Trigger) -> Decision:
         """The same in every process: the first one's, with what the number formats lack on any of them."""
@@ -148,7 +151,7 @@ class Recovery:
         self._set()
         trainer.parts.precision.restart(self.ladder.compute)
         session.rolled_back(back)
-        if self._first:
+        if session.is_first:
             session.checkpoints.save_now(back)  # the others wait at the gate of the next step
         reason = f"{trigger.reason} at step {failed} ({trigger.kind})"
         action = f"Went back from step {failed} to {good.name or back}: {text}; {window} steps' worth of data left out"
@@ -218,7 +221,7 @@ class Recovery:
             learning_rate=self.config.optimizer.learning_rate * self.ladder.lr_factor,
         )
         path = self.session.folder.path / REPORT
-        if self._first:
+        if self.session.is_first:
             DurableIO().replace_file(path, stop_report(facts).encode("utf-8", "replace"))
         raise guard.failure(trigger, f"{why} What was tried and what to change: {path}.")
 

@@ -9,7 +9,9 @@ from .config_io import from_dict, to_dict
 from .errors import CheckpointError
 
 # Sections and fields that decide nothing about what has been trained so far; a change is allowed and logged.
-_FREE_SECTIONS = frozenset({"checkpoint", "memory", "preview", "metadata", "safety", "schedule", "validation"})
+_FREE_SECTIONS = frozenset(
+    {"checkpoint", "hardware", "memory", "preview", "metadata", "safety", "schedule", "validation"}
+)
 _FREE_FIELDS = frozenset(
     {
         "run.max_train_steps",

@@ -75,6 +75,12 @@ class Session:
             self.store, self.capture, self.config.checkpoint, self.bus, best_step=self.best_step
         )
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and speaks."""
+        processes = None if self.trainer is None else self.trainer.parts.processes
+        return processes is None or processes.first
+
     def should_stop(self) -> bool:
         """Polled between micro-batches and inside long loops; blocks while the run is paused."""
         self._answer_commands()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from .distributed.together import agreed_trigger
 from .errors import NonFiniteError
 from .events import Intervention, StepRejected, Verdict
+from .hardware.recheck import SpikeRecheck
 from .health.culprit import FirstHit, bad_inputs, first_backward_hit, first_forward_hit, timestep_of
 from .health.quarantine import Quarantine
 from .health.stop_report import StepRow
@@ -39,6 +40,7 @@ class StepGuard:
         self.safety = trainer.config.safety
         self.quarantine = Quarantine(self.safety, len(trainer.parts.plan.items))
         trainer.keepers["quarantine"] = self.quarantine
+        self.recheck = SpikeRecheck(trainer)
         self.trigger: Trigger | None = None
         self.last_where = ""
         self.last_culprits: tuple[str, ...] = ()
@@ -53,11 +55,15 @@ class StepGuard:
         """The next step, without quarantined pictures."""
         return plan_step(epoch, group, self.quarantine.excludes)
 
-    def without_poison(self, work: StepWork, reading: StepReading, verdict: StepVerdict) -> StepWork | None:
-        """The step without the pictures whose loss is not finite; None when it is to be decided as it is.
+    def again(self, work: StepWork, reading: StepReading, verdict: StepVerdict) -> StepWork | None:
+        """What to compute again before the step is decided: the same step when its gradients are suspicious, or what is
+        left of it without pictures whose loss is not finite; None when it is to be decided as it is."""
+        if self.recheck.wanted(reading, verdict):
+            return work
+        return self._without_poison(work, reading, verdict)
 
-        With several processes nothing is left out: every rank would have to compute again.
-        """
+    def _without_poison(self, work: StepWork, reading: StepReading, verdict: StepVerdict) -> StepWork | None:
+        """With an `agree` between processes nothing is left out: every rank would have to compute again."""
         bad = reading.bad_losses
         if verdict.kind != POISON or not self.safety.drop_samples or self.trainer.parts.precision.agree is not None:
             return None

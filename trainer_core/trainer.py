@@ -24,6 +24,7 @@ from .distributed.alignment import EVERY, check_weights
 from .distributed.reduction import Reduction
 from .draws import Draws
 from .events import EventBus, PhaseChanged, StepFinished, Verdict
+from .memory.guard import memory_gib
 from .networks import DropoutDraws, Network
 from .optim import (
     LiveWeights,
@@ -168,6 +169,8 @@ class Trainer:
         self.keepers["clip_watch"] = self.clip_watch
         self.health: HealthEngine | None = None
         """Watches gradients, weights and updates; see `health/engine.py`."""
+        self.watches: list[Callable[[], None]] = []
+        """Looks at the device, after every step."""
         self.lr_factor = 1.0
         """Factor of the escalation ladder on all learning rates."""
         self.recover: Callable[[Trigger], None] = self.halt
@@ -205,8 +208,10 @@ class Trainer:
         return "finished"
 
     def _look_around(self) -> None:
-        """After a step: memory under pressure, and whether all processes still hold the same weights."""
+        """After a step: the device's health, memory under pressure, and whether all processes hold the same weights."""
         parts = self.parts
+        for look in self.watches:
+            look()
         if parts.memory is not None:
             parts.memory.after_step()
         if parts.processes is not None and self.state.applied % EVERY == 0:
@@ -239,9 +244,10 @@ class Trainer:
             reading = self.accumulation.measure(work)
             if reading is None:
                 parts.precision.abandon(parts.optimizer)
+                self.guard.recheck.stopped()
                 return False
             verdict = parts.precision.judge(parts.optimizer, reading)
-            rest = self.guard.without_poison(work, reading, verdict)
+            rest = self.guard.again(work, reading, verdict)
             if rest is None:
                 self._decide(work, reading, verdict, started)
                 return True
@@ -387,12 +393,3 @@ class Trainer:
 def _share(counts: Sequence[float]) -> float | None:
     """Part of a whole from (part, whole); None when there is no whole."""
     return counts[0] / counts[1] if counts and counts[1] else None
-
-
-def memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB: allocated on the device, or resident in this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import psutil
-
-    return psutil.Process().memory_info().rss / 2**30

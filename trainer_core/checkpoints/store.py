@@ -146,6 +146,11 @@ class CheckpointStore:
             deleted.append(name)
         return deleted
 
+    def set_aside(self, which: Collection[str], reason: str) -> None:
+        """Rename checkpoints so that no run goes on from them; `reason` is written beside them."""
+        for name in which:
+            self._set_aside(self.folder / name, reason)
+
     def sweep(self) -> list[str]:
         """Remove leftovers of interrupted saves and prunes; returns their names. Called by the first save."""
         leftovers = [path for path in self.folder.iterdir() if path.name.startswith((names.TEMPORARY, names.TRASH))]

@@ -133,8 +133,17 @@ def device_memory(device: torch.device) -> MemoryReading | None:
     )
 
 
+def memory_gib(device: torch.device) -> float:
+    """Peak memory in GiB: allocated on the device, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**30
+
+
 def _nvml_used(device: torch.device) -> int | None:
-    handle = _nvml_handle(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    handle = nvml_handle(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     if handle is None:
         return None
     import pynvml  # pyright: ignore[reportMissingModuleSource]
@@ -143,7 +152,7 @@ def _nvml_used(device: torch.device) -> int | None:
 
 
 @functools.cache
-def _nvml_handle(uuid: str) -> Any:
+def nvml_handle(uuid: str) -> Any:
     """NVML's handle of a device; None where NVML is not installed or does not know it."""
     try:
         import pynvml  # pyright: ignore[reportMissingModuleSource]
