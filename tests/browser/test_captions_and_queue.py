@@ -119,13 +119,15 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     page.page.locator("[data-testid=safe-scaler-captions] summary").click()
     page.wait(captions_are("is training on these pictures"))
     assert page.run("() => document.querySelector('.ss-caption-text').readOnly") is True
+    page.wait("document.querySelector('.ss-badge').textContent === 'Running'")
+    page.wait("/step|left|Loading|Preparing/.test(document.querySelector('[data-testid=safe-scaler-train]').innerText)")
     page.picture(shots(tmp_path) / f"queue_{front_end}.png")
 
     # NaN: rejected steps and a verdict, in words, and the run's end.
     page.wait("window.safeScaler.client.current?.run.name === 'poisoned'", 600_000)
     page.wait("window.safeScaler.client.current.run.state === 'failed'", 600_000)
     page.wait("document.querySelector('.ss-log')?.innerText.includes('Step rejected')")
-    page.wait("document.querySelector('.ss-verdict')?.innerText.includes('Non finite')")
+    page.wait("document.querySelector('.ss-verdicts')?.innerText.includes('Non finite')")
     page.wait("document.querySelector('.ss-badge').textContent === 'Failed'")
     told = page.page.locator("[data-testid=safe-scaler-panel]").inner_text()
     assert str(comfyui.base) not in told

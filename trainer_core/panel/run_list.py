@@ -79,19 +79,28 @@ def facts(info: RunInfo, followed: object | None = None, *, paused: bool = False
     name = ""
     if not info.problem:
         name = str(info.folder.read_config().get("config", {}).get("run", {}).get("output_name", ""))
+    state = "running" if _is_starting(info, followed) else info.state
     return {
         "run_id": info.run_id,
         "name": name,
-        "state": info.state,
+        "state": state,
         "live": followed is not None,
         "node_ids": list(getattr(followed, "node_ids", ())),
-        "paused": paused and info.state == "running",
+        "paused": paused and state == "running",
         "step": info.step,
         "total_steps": info.total_steps,
         "started": info.started,
         "message": _unplaced(info.message, info),
         "problem": _unplaced(info.problem, info),
     }
+
+
+def _is_starting(info: RunInfo, followed: object | None) -> bool:
+    """Whether this program follows the run and its worker has not begun to write, or is being started again."""
+    if followed is None or info.state == "running":
+        return False
+    last = getattr(followed, "last_event", None)
+    return not (isinstance(last, dict) and last.get("type") == "RunFinished")
 
 
 def _unplaced(text: str, info: RunInfo) -> str:

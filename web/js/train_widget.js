@@ -1,19 +1,19 @@
 /** The line in the Safe-Scaler Train node: which step, how long it will still take, or what it waits for. */
 
-import { h, isDark, loadStyles, setText } from "./dom.js";
+import { attribute, h, isDark, loadStyles, setText } from "./dom.js";
 import { duration, number } from "./format.js";
 import { waitingWords } from "./run_picker.js";
 import { phaseWords, stateWord } from "./sentences.js";
 
-const HEIGHT = 52;
+const HEIGHT = 34;
 const EVERY_MS = 1000;
 
 export function addTrainWidget(node, client) {
   loadStyles();
-  const words = h("p", { class: "ss-where", role: "status" });
+  const words = h("p", { class: "ss-train-words", role: "status" });
   const fill = h("div", { class: "ss-progress-fill" });
   const bar = h("div", { class: "ss-progress", "aria-hidden": "true" }, fill);
-  const root = h("div", { class: "ss-panel ss-train", "data-testid": "safe-scaler-train" }, bar, words);
+  const root = h("div", { class: "ss-panel ss-train", "data-testid": "safe-scaler-train" }, words, bar);
   const widget = node.addDOMWidget("progress", "safe_scaler_progress", root, {
     serialize: false,
     hideOnZoom: false,
@@ -29,6 +29,7 @@ export function addTrainWidget(node, client) {
     root.dataset.theme = isDark(root) ? "dark" : "light";
     const state = client.runOfNode(node.id);
     setText(words, progressWords(state, waitingOf(node.id, client), client));
+    attribute(words, "title", words.textContent);
     const total = state?.run.total_steps || 0;
     fill.style.width = `${total > 0 ? ((100 * Math.min(state.run.step, total)) / total).toFixed(1) : 0}%`;
   };

@@ -40,6 +40,7 @@ class Answer:
 class FollowedRun:
     def __init__(self) -> None:
         self.sent: list[str] = []
+        self.last_event: dict[str, Any] | None = None
 
     def send(self, cmd: str, args: Mapping[str, Any] | None = None) -> Answer:
         self.sent.append(cmd)
@@ -87,6 +88,16 @@ def test_a_run_that_changed_is_read_again(tmp_path: Path) -> None:
 
             database(to_wire(runs.finished(), seq=database.last_seq() + 1, run_id=RUN))
     assert get(panel, f"/runs/{RUN}").data["state"] == "finished"
+
+
+def test_a_run_whose_worker_is_only_starting_is_no_interrupted_one(tmp_path: Path) -> None:
+    runs.make_run(tmp_path, steps=3)
+    followed = FollowedRun()
+    panel = PanelApi(lambda: [tmp_path], lambda: {RUN: followed})
+    assert get(panel, f"/runs/{RUN}").data["state"] == "running"
+    assert get(panel, f"/runs/{RUN}/snapshot").data["run"]["state"] == "running"
+    followed.last_event = {"type": "RunFinished"}
+    assert get(panel, f"/runs/{RUN}").data["state"] == "interrupted"
 
 
 def test_a_snapshot_tells_the_whole_run(tmp_path: Path) -> None:
