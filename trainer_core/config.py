@@ -202,8 +202,12 @@ class DatasetConfig:
         choices=("lanczos", "bicubic", "bilinear", "box", "hamming", "nearest"),
         advanced=True,
     )
-    workers: int = option(
-        1, "processes that decode pictures while latents are cached; 0 = none", min=0, max=64, advanced=True
+    workers: int | None = option(
+        None,
+        "processes that decode pictures while latents are cached; unset = measured on the first ones, 0 = none",
+        min=0,
+        max=64,
+        advanced=True,
     )
 
 

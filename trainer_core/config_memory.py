@@ -33,3 +33,16 @@ class MemoryConfig:
     offload_activations: bool = option(
         False, "keep activations of 1 MiB and more in host memory between forward and backward: slow, saves most"
     )
+    text_encoders: str = option(
+        "auto",
+        "where text encoders lie after caching: auto = in host memory once their outputs are cached; host = always "
+        "there, not with trained ones",
+        choices=("auto", "device", "host"),
+        advanced=True,
+    )
+    latency_guard: bool = option(
+        False, "tell when 20 steps in a row take 3 times as long as such steps did, with the cause", advanced=True
+    )
+    latency_split: bool = option(
+        False, "with latency_guard: halve the micro-batch when the cause is paging; the step stays", advanced=True
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
-from .config import TrainConfig
+from .config import TrainConfig, trained_parts
 from .config_fields import did_you_mean
 from .config_safety import RUNGS
 from .errors import Problem
@@ -27,6 +29,29 @@ def _scale(config: TrainConfig) -> Found:
     if high < first:
         why = f"is below precision.initial_loss_scale = {first:g}"
         yield Problem("precision.max_loss_scale", high, why, "Raise it, or lower the initial scale.")
+
+
+def _base_weights(config: TrainConfig) -> Found:
+    kind = config.precision.base_weights
+    if kind == "compute":
+        return
+    if find_spec("torchao") is None:
+        why = "needs the library torchao, which is not installed"
+        yield Problem("precision.base_weights", kind, why, f"Install it: {sys.executable} -m pip install torchao")
+    if config.lora.network != "native":
+        why = f"goes with our own LoRA only, and lora.network = {config.lora.network}"
+        yield Problem("precision.base_weights", kind, why, "Write compute, or lora.network = native.")
+    if config.lora.init == "pissa":
+        why = "rounds the weights that lora.init = pissa is made from"
+        yield Problem("precision.base_weights", kind, why, "Write compute, or another init.")
+
+
+def _text_encoders(config: TrainConfig) -> Found:
+    trained = sorted({"te1", "te2"} & set(trained_parts(config)))
+    if config.memory.text_encoders == "host" and trained:
+        why = f"cannot hold {' and '.join(trained)}, which are trained on the device"
+        fix = "Write auto, or train the UNet alone (te1_lr = te2_lr = 0)."
+        yield Problem("memory.text_encoders", "host", why, fix)
 
 
 def _sanitize(config: TrainConfig) -> Found:
@@ -88,6 +113,8 @@ def _clipping(config: TrainConfig) -> Found:
 
 SAFETY_RULES: tuple[Callable[[TrainConfig], Found], ...] = (
     _scale,
+    _base_weights,
+    _text_encoders,
     _sanitize,
     _rungs,
     _needs_checkpoints,

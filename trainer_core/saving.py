@@ -97,6 +97,11 @@ class RunCheckpoints:
         self._last_step, self._last_time = step, self._clock()
         self.poll()
 
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written beside the training."""
+        return self._writer is not None and self._writer.busy
+
     def poll(self) -> None:
         """Tell what became of the checkpoints in the background, and start what is due. To be called every step."""
         if self._writer is not None:

@@ -105,14 +105,30 @@ class Session:
         On resume, what was due after the restored step and is not there: the run may have died between its checkpoint
         and the rest.
         """
+        if self.trainer is not None:
+            from .memory.run_estimate import keep_estimate
+
+            keep_estimate(self.folder.path, self.trainer.parts, self.config)
+            if (memory := self.trainer.parts.memory) is not None and memory.clock is not None:
+                memory.clock.writing = lambda: self.checkpoints.writing
         if step == 0:
             self.validate(step)
             if self.config.preview.at_start:
                 self.make_previews(step)
+        else:
+            if any(self.folder.previews.glob(f"step-{step:08d}-*.png")):
+                self._previewed_step = step
+            self._look_and_export(step, export=not (self.folder.loras / self._lora_name(step)).exists())
+        self._try_preview()
+
+    def _try_preview(self) -> None:
+        """With `memory.probe`: the largest preview, where none was made yet."""
+        if self.trainer is None or not self.prompts or self._previewed_step >= 0:
             return
-        if any(self.folder.previews.glob(f"step-{step:08d}-*.png")):
-            self._previewed_step = step
-        self._look_and_export(step, export=not (self.folder.loras / self._lora_name(step)).exists())
+        if (memory := self.trainer.parts.memory) is not None and memory.probes:
+            from .step_previews import try_largest_preview
+
+            try_largest_preview(self, self.trainer.parts, lambda topic, text, step: self._warn(step, topic, text))
 
     def after_step(self, step: int) -> None:
         """Everything that is due after `step`."""

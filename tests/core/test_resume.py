@@ -214,7 +214,7 @@ MAY_CHANGE = {
     "health": {"prometheus_port", "tensorboard", "export_json"},
     "run": {"output_dir", "output_name", "max_train_steps", "max_train_epochs", "device", "process_timeout"},
 }  # fmt: skip
-WHOLE_SECTIONS = {"schedule", "memory", "safety", "checkpoint", "preview", "metadata"}
+WHOLE_SECTIONS = {"hardware", "schedule", "memory", "safety", "checkpoint", "preview", "metadata"}
 
 
 def test_every_setting_that_must_not_change_is_named() -> None:

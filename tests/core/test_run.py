@@ -66,11 +66,12 @@ def test_kind_determinism_same_seed_same_bits(config_for: Callable[..., TrainCon
 
 
 def test_kind_side_effects_previews_and_validation_change_nothing(config_for: Callable[..., TrainConfig]) -> None:
-    """B63: bit-equal with previews and validation at every step and with neither."""
+    """B63: bit-equal with previews and validation at every step, and the largest batch tried first, and with none."""
     plain, without = train(config_for("plain"))
     watched, recorder = train(
         config_for(
             "watched",
+            memory={"probe": "true"},
             preview={"prompts": ("a red circle --s 2 --w 32 --h 32",), "every_steps": 1},
             validation={"enabled": True, "split": 0.0, "every_steps": 1, "bands": 2},
         )
@@ -328,6 +329,57 @@ def test_half_precision_trains_on_the_cpu(config_for: Callable[..., TrainConfig]
     assert scales == ({1.0} if compute == "bf16" else {256.0})
     assert result.lora is not None
     assert {value.dtype for value in load_file(result.lora).values()} == {torch.float32}
+
+
+def test_kind_memory_the_largest_batch_is_tried_first_validation_and_preview_too(
+    config_for: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B54: memory that ends for the bucket with the most pixels ends before step 1, and what was learnt holds.
+    A preview that does not fit is told before step 1, and the training goes on."""
+    from trainer_core.validation import previews
+
+    write_pictures(tmp_path / "pictures", 4, sizes=((64, 128), (64, 64)))
+    tried: list[tuple[str, int, tuple[int, ...]]] = []
+    original = Trainer.loss
+
+    def loss(self: Trainer, epoch: int, batch: Any) -> torch.Tensor:
+        tried.append(("batch", self.state.step, tuple(batch.mean_BCHW.shape)))
+        if batch.mean_BCHW[:, 0].numel() > 120:  # two of 64 x 64; two of 88 x 40 are 110
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return original(self, epoch, batch)
+
+    def save(path: Path, image_3HW: torch.Tensor, text: dict[str, str]) -> None:
+        tried.append(("preview", int(text["parameters"].rsplit(" ", 1)[1]), tuple(image_3HW.shape)))
+        raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+    monkeypatch.setattr(Trainer, "loss", loss)
+    monkeypatch.setattr(previews, "save_picture", save)
+    config = config_for(
+        dataset={"path": str(tmp_path / "pictures"), "batch_size": 2},
+        preview={"prompts": ("a --w 32 --h 32 --s 4", "b --w 64 --h 32 --s 4"), "at_start": False},
+        validation={"enabled": True, "split": 0.0, "bands": 2},
+        memory={"probe": "true"},
+        optimizer={"te1_lr": 0.0, "te2_lr": 0.0},
+        run={"max_train_steps": 1},
+    )
+    result, recorder = train(config)
+    assert result.status == "finished"
+    first = tried.index(("preview", 0, (3, 32, 64)))  # the largest; before it the audit looked at the loss
+    largest = tried[first + 1 : first + 4]
+    assert [shape[0] for _, step, shape in largest if step == 0] == [2, 1, 1], "the largest batch, then cut in two"
+    assert {shape[-2:] for _, _, shape in largest} == {(8, 8)}
+    kinds = [wire["type"] for wire in recorder.events]
+    first = kinds.index("StepFinished")
+    assert kinds.index("ValidationFinished") < kinds.index("Intervention") < first
+    warned = [data["message"] for data in recorder.of("Warned") if data["topic"] == "preview"]
+    assert warned[0].startswith("A preview of 64 x 32 was tried before the first step: There was not enough memory")
+    facts = json.loads((result.run_dir / "memory.json").read_text(encoding="utf-8"))
+    assert facts["largest"] == {"pictures": 2, "width": 64, "height": 64}
+    assert facts["counted"]["bytes"] > 0
+    page = (result.run_dir / "report.html").read_text(encoding="utf-8")
+    assert "The largest batch has 2 pictures of 64 x 64." in page
+    assert "136 layers" in page
+    assert "activations of one forward (counted)" in page
 
 
 def test_kind_autograd_gradient_checkpointing_changes_nothing(config_for: Callable[..., TrainConfig]) -> None:

@@ -9,6 +9,7 @@ Shapes: B batch, C latent channel, H W latent height and width.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 import time
@@ -29,6 +30,7 @@ from .buckets import VAE_FACTOR, crop_tl_letterbox, crop_tl_true
 from .cache_files import HOLE, DigestMaker, ShardStore
 from .decode import PictureError
 from .kohya_cache import read_kohya_latents, write_kohya_latents
+from .loader_choice import choose_workers
 from .masks import MaskCache
 from .pool import DecodePool, Job, fit_job
 from .records import Item, StopRequested
@@ -47,6 +49,8 @@ _SHARD_ENTRIES = 4096
 _RAM_BYTES = 128 * 2**20
 _PROGRESS_SECONDS = 0.2
 _BATCHES_AHEAD = 2
+_MEASURED = 2
+"""Batches that are timed to choose the number of decoding processes; the first one starts a process and warms up."""
 _BYTES_A_PLACE = 4 * 2 * 4
 """Channels, mean and standard deviation, fp32."""
 
@@ -151,7 +155,7 @@ class LatentCache:
     ) -> int:
         """Encode what is missing; returns how many entries were made. `progress(done, total, file)`.
 
-        Pictures are decoded ahead in `dataset.workers` processes while the VAE works.
+        Pictures are decoded ahead in `dataset.workers` processes while the VAE works; unset = as many as it needs.
 
         Raises:
             NonFiniteError: the VAE gives no finite latent for a picture (named); nothing of its batch is written.
@@ -288,15 +292,37 @@ class LatentCache:
         self, wanted: Sequence[_Wanted], workers: int | None = None
     ) -> Iterator[tuple[list[_Wanted], dict[str, dict[str, torch.Tensor]]]]:
         """Batches of one bucket with their entries, decoded a few batches ahead of the VAE."""
-        count = self.workers if workers is None else workers
+        count, batches = self.workers if workers is None else workers, _batched(wanted)
+        if count is None:
+            times: list[tuple[float, float]] = []
+            yield from self._measured(batches, times)
+            largest = max((one.item.upright_size[0] * one.item.upright_size[1] for one in wanted), default=0)
+            decode_s, encode_s = (min((pair[at] for pair in times), default=0.0) for at in (0, 1))
+            count = choose_workers(decode_s, encode_s, largest_pixels=largest)
+            log.info("%d processes decode: %.3f s a picture, encoding takes %.3f s", count, decode_s, encode_s)
         with DecodePool(count if len(wanted) > 1 else 0) as pool:
             ahead: deque[tuple[list[_Wanted], list[Callable[[], object]]]] = deque()
-            for batch in _batched(wanted):
+            for batch in batches:
                 ahead.append((batch, [pool.submit(self._job(one.item)) for one in batch]))
                 if len(ahead) > _BATCHES_AHEAD:
                     yield self._finished(*ahead.popleft())
             while ahead:
                 yield self._finished(*ahead.popleft())
+
+    def _measured(
+        self, batches: Iterator[list[_Wanted]], times: list[tuple[float, float]]
+    ) -> Iterator[tuple[list[_Wanted], dict[str, dict[str, torch.Tensor]]]]:
+        """The first batches with their entries, one after the other: decoded in one process, then encoded. Adds the
+        seconds of both for one picture to `times`."""
+        with DecodePool(1) as pool:
+            for batch in itertools.islice(batches, _MEASURED):
+                begun = time.perf_counter()
+                results = [pool.submit(self._job(one.item)) for one in batch]
+                pixels = [_pixels(result, one.item) for result, one in zip(results, batch, strict=True)]
+                decoded = time.perf_counter()
+                entries = self._encode(batch, pixels)
+                times.append(((decoded - begun) / len(batch), (time.perf_counter() - decoded) / len(batch)))
+                yield batch, entries
 
     def _finished(
         self, batch: list[_Wanted], results: list[Callable[[], object]]

@@ -58,7 +58,7 @@ class PictureScan:
         memo: FileMemo,
         *,
         counter: tuple[TokenCounter, bool],
-        workers: int,
+        workers: int | None,
         verify: bool,
         progress: Callable[[int, int, str], None] | None,
         should_stop: Callable[[], bool] | None,
@@ -371,8 +371,8 @@ def _facts(result: Callable[[], object] | None) -> PictureFacts:
     return found
 
 
-def _workers(asked: int, pictures: int) -> int:
+def _workers(asked: int | None, pictures: int) -> int:
     """Processes for the first pass: none for small sets, where starting them takes longer than the work."""
     if asked == 0 or pictures < _INLINE_PICTURES:
         return 0
-    return min(max(asked, os.cpu_count() or 1), 8)
+    return min(max(asked or 1, os.cpu_count() or 1), 8)

@@ -17,6 +17,7 @@ from .report_curves import curves_html
 from .report_data import ReportData, Setting, read_run
 from .report_health import health_html
 from .report_html import duration, esc, number, plural, size
+from .report_memory import memory_html
 from .report_pictures import previews_html
 from .report_text import (
     ProblemGroup,
@@ -57,6 +58,7 @@ def render(data: ReportData) -> str:
         _section("What learns", coverage_html(data.folder), anchor="coverage"),
         _section("Gradient health", health_html(data.folder), anchor="health", css="wide"),
         _section("Problems", _problems(data), anchor="problems"),
+        _section("Memory", memory_html(data), anchor="memory"),
         _section("The LoRA file and its proof", _files(data), anchor="files"),
         _section("Settings", _settings(data), anchor="settings"),
     ]

@@ -56,6 +56,7 @@ class ReportData:
     interventions: list[Row]
     loras: list[Row]
     resumes: list[Row]
+    memory: list[Row]
     meta: Mapping[str, str]
     score: Row | None
 
@@ -97,6 +98,7 @@ def read_run(run_folder: str | Path) -> ReportData:
             interventions=record.events("Intervention"),
             loras=record.events("LoraSaved"),
             resumes=record.events("Resumed"),
+            memory=record.events("MemoryState"),
             meta=record.meta(),
             score=_score(folder.path / SCORE_FILE),
         )

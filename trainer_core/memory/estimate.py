@@ -184,4 +184,13 @@ def count_activations(forward: Callable[[], torch.Tensor]) -> int:
 def _bytes(modules: Iterable[nn.Module]) -> float:
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     # Adapters hang on the layers and are counted apart.
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.requires_grad))
+    return float(sum(stored_bytes(tensor) for tensor in tensors if not tensor.requires_grad))
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor takes; of one in a torchao format those of its parts."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.numel() * tensor.element_size()
+    names, _ = flatten()
+    return sum(stored_bytes(getattr(tensor, name)) for name in names)

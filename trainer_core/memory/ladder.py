@@ -99,6 +99,13 @@ class MemoryLadder:
                 "programs on the device, or use a smaller resolution, a lower rank or fewer trained parts, and resume."
             )
 
+    def split(self, samples: int, area: Area) -> bool:
+        """Halve the micro-batch of a bucket before memory ends. False when it is one picture already."""
+        if samples <= 1:
+            return False
+        self.limits[area] = min((samples + 1) // 2, self.limits.get(area, samples))
+        return True
+
     def again(self, said: str) -> None:
         """Say that a step is computed again as it was: memory ended while it was measured."""
         self._tell(f"Out of memory while the gradients were measured; the step is computed again: {said}")

@@ -24,7 +24,7 @@ TOKEN_LENGTHS = (75, 150, 225)
 
 
 class TextEmbeds(NamedTuple):
-    """What the UNet needs of a caption. context (B, T, D1 + D2), pooled (B, D2), in the encoders' type."""
+    """A caption as the UNet needs it, on its device, in the encoders' type: context (B, T, D1 + D2), pooled (B, D2)."""
 
     context_BTD: torch.Tensor
     pooled_BD: torch.Tensor
@@ -51,7 +51,8 @@ def encode_captions(
     for place, (_, weights_BNW) in enumerate(chunks):
         if weights_BNW is not None:
             states[place] = states[place] * _joined(weights_BNW.unsqueeze(-1).to(states[place]))
-    return TextEmbeds(torch.cat(states, dim=-1), pooled_BD)
+    # The encoders may lie in host memory (memory.text_encoders).
+    return TextEmbeds(torch.cat(states, dim=-1).to(model.device), pooled_BD.to(model.device))
 
 
 def token_chunks(

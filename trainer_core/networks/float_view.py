@@ -38,7 +38,7 @@ def _widened(module: nn.Module) -> Iterator[None]:
         narrow = dict(module._parameters)
         for name, weight in narrow.items():
             if weight is not None and _is_narrow(weight):
-                module._parameters[name] = nn.Parameter(weight.detach().float(), requires_grad=False)
+                module._parameters[name] = nn.Parameter(_float32(weight.detach()), requires_grad=False)
         try:
             return original(*(_wide(value) for value in args), **{key: _wide(value) for key, value in kwargs.items()})
         finally:
@@ -52,6 +52,11 @@ def _widened(module: nn.Module) -> Iterator[None]:
             module.forward = original  # type: ignore[method-assign]
         else:
             del module.__dict__["forward"]
+
+
+def _float32(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` in float32; one that torchao keeps in 8 bits is widened first, as its own `float()` may not."""
+    return (weight.dequantize() if hasattr(weight, "__tensor_flatten__") else weight).float()
 
 
 def _wide(value: Any) -> Any:
