@@ -28,7 +28,7 @@ NODES: list[dict[str, Any]] = [
     {"key": "data", "type": "SafeScalerDataset", "pos": [20, 260], "size": [300, 720], "widgets": {"folder": "toy"}},
     {"key": "targets", "type": "SafeScalerTargets", "pos": [360, 60], "size": [330, 450], "widgets": {"rank": 4}},
     {"key": "monitor", "type": "SafeScalerGradientMonitor", "pos": [360, 580], "size": [330, 400]},
-    {"key": "train", "type": "SafeScalerTrain", "pos": [740, 60], "size": [330, 900], "widgets": {
+    {"key": "train", "type": "SafeScalerTrain", "pos": [740, 60], "size": [330, 980], "widgets": {
         "purpose": "own settings", "vram": "own settings", "output_name": "panel", "steps": 400, "learning_rate": 1e-3,
         "train_seed": 7, "preview_prompts": "a red heart --s 2", "preview_every": 3, "device": "cpu", "batch_size": 1,
         "validate_every": 5,

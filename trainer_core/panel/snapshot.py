@@ -73,6 +73,8 @@ def updates(folder: RunFolder, run: Row, *, after_seq: int, after_step: int) -> 
 
     `more` says that the answer was cut and a snapshot is the shorter way.
     """
+    if not folder.database_path.exists():  # created a moment ago
+        return {"run": run, "events": [], "health": _EMPTY["health"], "more": False}
     with open_readonly(folder.database_path) as record:
         wires = record.wires(after_seq=after_seq, limit=MOST_UPDATES)
         events = [{"v": 1, "run_id": folder.run_id, **without_paths(wire)} for wire in wires]

@@ -4,6 +4,7 @@ import { attribute, h, keyed, setText } from "./dom.js";
 import { plural } from "./format.js";
 
 const PAGE = 25;
+const LOCKED_MS = 4000;
 
 export class CaptionTable {
   constructor(client, env) {
@@ -37,6 +38,7 @@ export class CaptionTable {
     this.chosen = null;
     this.agreed = new Set();
     this.asked = 0;
+    this.drawn = 0;
   }
 
   /** `state`: the run that is shown, or null. Its data set is offered first. */
@@ -44,7 +46,11 @@ export class CaptionTable {
     this.root.hidden = this.client.runsLoaded && this.client.runs.length === 0 && !this.client.hasDataSets;
     const wanted = state?.run.data_set || null;
     const running = state?.run.state === "running";
-    if (wanted === this.wanted && running === this.running) return;
+    if (wanted === this.wanted && running === this.running) {
+      // The lock goes when the program that follows the run is done with it, a little after the run's last word.
+      if (this.root.open && this.page?.locked_by && !running && Date.now() - this.drawn > LOCKED_MS) this.#turn(this.first);
+      return;
+    }
     const other = wanted !== this.wanted;
     this.wanted = wanted;
     this.running = running;
@@ -80,6 +86,7 @@ export class CaptionTable {
 
   async #turn(first) {
     const asked = ++this.asked;
+    this.drawn = Date.now(); // an answer on its way is not asked for again
     try {
       const page = await this.client.captions(this.chosen, Math.max(0, first), PAGE, this.find.value);
       if (asked !== this.asked) return; // another page was asked for meanwhile
@@ -95,6 +102,7 @@ export class CaptionTable {
 
   #draw() {
     const { page } = this;
+    this.drawn = Date.now();
     const last = Math.min(page.first + page.rows.length, page.total);
     setText(this.count, page.total > page.rows.length ? `${page.first + 1} to ${last} of ${page.total}` : plural(page.total, "picture"));
     this.pages.hidden = page.total <= PAGE;

@@ -35,6 +35,13 @@ export function addTrainWidget(node, client) {
   };
   const timer = setInterval(draw, EVERY_MS);
   draw();
+  // A workflow that was saved before the line existed has no room for it.
+  const configured = node.onConfigure;
+  node.onConfigure = function onConfigure(...rest) {
+    const least = this.computeSize?.()[1] ?? 0;
+    if (this.size[1] < least) this.setSize([this.size[0], least]);
+    return configured?.apply(this, rest);
+  };
   const removed = node.onRemoved;
   node.onRemoved = function onRemoved(...rest) {
     clearInterval(timer);

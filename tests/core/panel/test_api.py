@@ -148,6 +148,8 @@ def test_a_run_without_a_record_has_an_empty_snapshot(tmp_path: Path) -> None:
     assert data["seq"] == 0
     assert data["curves"] is None
     assert data["run"]["problem"] == ""
+    news = get(api(tmp_path), f"/runs/{RUN}/updates")
+    assert (news.status, news.data["events"]) == (200, [])
     folder.database_path.write_bytes(b"no database at all" * 100)
     assert "run.db" in get(api(tmp_path), f"/runs/{RUN}/snapshot").data["run"]["problem"]
 
