@@ -179,7 +179,7 @@ def _note(graph: Graph, text: str, pos: tuple[int, int], size: tuple[int, int] =
 
 def first_lora(graph: Graph) -> None:
     links = _start(graph)
-    graph.add("SafeScalerTrain", (400, 60), (420, 900), output_name="first_lora", **links, **_TOY_TRAIN)
+    graph.add("SafeScalerTrain", (400, 60), (420, 960), output_name="first_lora", **links, **_TOY_TRAIN)
     _note(
         graph,
         "## First LoRA\nPress **Run**: the built-in toy model learns the word *zorp* (a heart) from 24 drawn pictures, "
@@ -193,7 +193,7 @@ def first_lora(graph: Graph) -> None:
 def style_with_validation(graph: Graph) -> None:
     links = _start(graph, targets={"layers": "style_blocks"}, data={"validation_split": 0.2})
     train = graph.add(
-        "SafeScalerTrain", (400, 60), (420, 900), output_name="style", validate_every=25, lora_every=100,
+        "SafeScalerTrain", (400, 60), (420, 960), output_name="style", validate_every=25, lora_every=100,
         **links, **_TOY_TRAIN,
     )  # fmt: skip
     report = graph.add("SafeScalerReport", (850, 60), (380, 560), run=(train, "run"))
@@ -212,7 +212,7 @@ def resume(graph: Graph) -> None:
     links = _start(graph)
     checkpoint = graph.add("SafeScalerResume", (20, 1310), (330, 130))
     graph.add(
-        "SafeScalerTrain", (400, 60), (420, 900), output_name="first_lora", resume=(checkpoint, "checkpoint"),
+        "SafeScalerTrain", (400, 60), (420, 960), output_name="first_lora", resume=(checkpoint, "checkpoint"),
         **links, **{**_TOY_TRAIN, "steps": 400},
     )  # fmt: skip
     _note(
@@ -226,7 +226,7 @@ def resume(graph: Graph) -> None:
 
 def train_then_generate(graph: Graph) -> None:
     links = _start(graph)
-    train = graph.add("SafeScalerTrain", (400, 60), (420, 900), output_name="use_me", **links, **_TOY_TRAIN)
+    train = graph.add("SafeScalerTrain", (400, 60), (420, 960), output_name="use_me", **links, **_TOY_TRAIN)
     graph.add(
         "SafeScalerPreview", (850, 60), (420, 620), run=(train, "run"), strengths="0, 0.5, 1",
         prompts="a red zorp\na green zorp\na blue square", sampling_steps=20, guidance=3.0,
@@ -263,7 +263,7 @@ def health_investigation(graph: Graph) -> None:
     links = _start(graph)
     monitor = graph.add("SafeScalerGradientMonitor", (850, 660), (420, 620))
     train = graph.add(
-        "SafeScalerTrain", (400, 60), (420, 900), output_name="too_fast", monitor=(monitor, "monitor"), **links,
+        "SafeScalerTrain", (400, 60), (420, 960), output_name="too_fast", monitor=(monitor, "monitor"), **links,
         **{**_TOY_TRAIN, "learning_rate": 0.05, "steps": 150},
     )  # fmt: skip
     report = graph.add("SafeScalerReport", (850, 60), (420, 560), run=(train, "run"))
