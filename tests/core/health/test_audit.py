@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from run_setup import small_config
+from torch.utils.checkpoint import checkpoint
 
 from trainer_core.assemble import assemble
 from trainer_core.config_io import from_dict
@@ -170,6 +171,146 @@ def test_a_text_encoder_that_is_not_reached_is_an_error(site: SimpleNamespace) -
     finally:
         del encoder.forward
     assert site.health.audit().sound
+
+
+def wrapped(owner: Any, name: str, wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put `wrap(original)` in the place of a method of one object, for one test."""
+    monkeypatch.setattr(owner, name, wrap(getattr(owner, name)), raising=False)
+
+
+def trainable(site: SimpleNamespace) -> set[str]:
+    """Everything that learns: what needs a gradient in any part of the model, and what the optimizer holds."""
+    model, optimizer = site.trainer.parts.model, site.trainer.parts.optimizer
+    names = {id(p): f"{part}.{n}" for part, root in model.parts.items() for n, p in root.named_parameters()}
+    names |= {id(p): n for n, p in site.plant.parameters().items()}
+    roots = [*model.parts.values(), site.trainer.parts.network.container]
+    asked = {names[id(p)] for root in roots for p in root.parameters() if p.requires_grad}
+    held = {names.get(id(p), "foreign") for group in optimizer.param_groups for p in group["params"]}
+    return asked | held
+
+
+def plant_detached_output(site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The adapter's output is detached: both of its factors get nothing, and nothing raises."""
+    module = site.plant.modules()[4]
+    wrapped(module, "delta", lambda original: lambda *args: original(*args).detach(), monkeypatch)
+    return {f"{module.name}.lora_down.weight", f"{module.name}.lora_up.weight"}
+
+
+def plant_reentrant(site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """diffusers' own switch with the reentrant checkpoint. Text encoder 1 is trained here, so the first transformer is
+    handed its captions past the checkpoint: no input of it needs a gradient then."""
+    unet = site.trainer.parts.model.unet
+    name, first = next((n, m) for n, m in unet.named_modules() if type(m).__name__ == "Transformer2DModel")
+    inside = set(first.modules())
+
+    def reentrant(function: Any, hidden: torch.Tensor, *rest: Any) -> Any:
+        if function in inside:
+            return checkpoint(lambda x: function(x, *rest), hidden, use_reentrant=True)
+        return checkpoint(function, hidden, *rest, use_reentrant=True)
+
+    unet.enable_gradient_checkpointing(gradient_checkpointing_func=reentrant)
+    modules = [m.name for m in site.plant.modules() if m.path.startswith(name + ".")]
+    return {f"{module}.{factor}.weight" for module in modules for factor in ("lora_down", "lora_up")}
+
+
+def plant_half(site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """`module.to` keeps the parameters' identity, and rounds them."""
+    module = site.plant.modules()[2]
+    before = id(module.lora_up.weight)
+    module.to(torch.bfloat16)
+    assert id(module.lora_up.weight) == before
+    return {f"{module.name}.lora_down.weight", f"{module.name}.lora_up.weight"}
+
+
+MATRIX = {
+    "adapter's output detached": (plant_detached_output, "DISCONNECTED", "", ""),
+    "reentrant checkpoint": (plant_reentrant, "DISCONNECTED", "reentrant", "is no longer reentrant"),
+    "module.to(bfloat16)": (plant_half, "STALE", "", "kept in fp32 again"),
+}
+
+
+@pytest.mark.parametrize("row", MATRIX)
+def test_chain_break_matrix(row: str, site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the matrix that train on in silence: named exactly, cut found where modules show it, mended where that is
+    possible, and never by training more. (The rows detach between A and B, and a parameter that was replaced, are tests
+    of their own above.)"""
+    plant, kind, broken, action = MATRIX[row]
+    before = trainable(site)
+    model = site.trainer.parts.model
+    try:
+        planted = plant(site, monkeypatch)
+        report = look(site)
+        assert {finding.kind for finding in report.findings} == {kind}
+        assert report.named == planted
+        assert ("" if report.broken is None else report.broken.kind) == broken
+        mended, done = repair(site.trainer, site.health.tensors, site.health.allowed, report)
+    finally:
+        monkeypatch.undo()
+        model.set_gradient_checkpointing(False)
+        model.unet.train(False)
+        site.health.refresh()
+    assert mended.sound == bool(action)
+    assert [one.action for one in done if action not in one.action] == []
+    assert trainable(site) == before
+    assert look(site).sound
+
+
+def test_in_place_arithmetic_is_fine_until_it_overwrites_what_backward_needs(
+    site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix's other rows: h += 1 gives right gradients and is silent; overwriting a saved tensor raises in torch
+    itself and never trains on."""
+    block = site.trainer.parts.model.unet.get_submodule("up_blocks.0.attentions.0")
+
+    def plain(original: Any) -> Any:
+        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            output = original(hidden * 1.0, *args, **kwargs)
+            output[0].add_(1.0)
+            return output
+
+        return forward
+
+    def overwritten(original: Any) -> Any:
+        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            needed = hidden.exp()
+            output = original(needed, *args, **kwargs)
+            needed.add_(1.0)
+            return output
+
+        return forward
+
+    with monkeypatch.context() as patch:
+        wrapped(block, "forward", plain, patch)
+        assert look(site).sound
+    with monkeypatch.context() as patch:
+        wrapped(block, "forward", overwritten, patch)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            look(site)
+    assert look(site).sound
+
+
+def test_a_repair_that_would_train_more_is_refused(site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rung does; one that would is an error and not a run that trains what nobody asked for."""
+    network = site.trainer.parts.network
+    first, *_ = site.plant.modules()
+    first.requires_grad_(False)
+    report = look(site)
+    original = network.parameters_of
+
+    def widen(trainer: Any, found: Any) -> str:
+        base = trainer.parts.model.unet.conv_in.weight
+        extra = lambda part: {**original(part), **({"conv_in.weight": base} if part == "unet" else {})}  # noqa: E731
+        monkeypatch.setattr(network, "parameters_of", extra)
+        return "the base is trained as well"
+
+    monkeypatch.setattr("trainer_core.health.repair._RUNGS", (widen,))
+    try:
+        with pytest.raises(HealthError, match="would have trained tensors that nobody asked for"):
+            repair(site.trainer, site.health.tensors, site.health.allowed, report)
+    finally:
+        monkeypatch.undo()
+        first.requires_grad_(True)
+    assert look(site).sound
 
 
 def test_watching_reads_nothing_from_the_device(site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
