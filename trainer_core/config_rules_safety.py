@@ -66,7 +66,10 @@ def _rungs(config: TrainConfig) -> Found:
         return
     names = safety.rungs
     for name in names:
-        if name not in RUNGS:
+        if name == "full_weights":
+            why = "is not in this version: no rung trains the full weights of the target modules"
+            yield Problem("safety.rungs", name, why, f"Take it out; known are {', '.join(RUNGS)}.")
+        elif name not in RUNGS:
             fix = did_you_mean(name, RUNGS, f"Known are {', '.join(RUNGS)}.")
             yield Problem("safety.rungs", name, "is no rung of the ladder", fix)
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -75,6 +78,9 @@ def _rungs(config: TrainConfig) -> Found:
         yield Problem(
             "safety.rungs", list(names), why, "Name every rung once; how often it is taken is a count of its own."
         )
+    if "freeze_module" in names and not safety.diagnose:
+        why = "holds freeze_module, and safety.diagnose = false never finds the module that was hit first"
+        yield Problem("safety.rungs", list(names), why, "Take freeze_module out, or set safety.diagnose = true.")
     if not names:
         fix = "Name some rungs, or set safety.ladder = false."
         yield Problem("safety.rungs", [], "is empty while safety.ladder is on", fix)

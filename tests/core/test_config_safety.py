@@ -34,6 +34,11 @@ def test_the_defaults_hold() -> None:
             ("safety.sanitize", "precision.compute = bf16"),
         ),
         ({"safety": {"rungs": ("rolback",)}}, ("safety.rungs", "Did you mean", "rollback")),
+        ({"safety": {"rungs": ("rollback", "full_weights")}}, ("safety.rungs", "full_weights", "not in this version")),
+        (
+            {"safety": {"rungs": ("rollback", "freeze_module"), "diagnose": False}},
+            ("safety.rungs", "freeze_module", "safety.diagnose"),
+        ),
         ({"safety": {"rungs": ()}}, ("safety.rungs", "safety.ladder")),
         ({"safety": {"max_rollbacks": 0}}, ("safety.rungs", "safety.max_rollbacks")),
         ({"safety": {"rungs": ("rollback", "rollback")}}, ("safety.rungs", "twice")),
