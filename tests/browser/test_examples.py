@@ -34,6 +34,9 @@ FIT = """() => {
   const edge = 90;  // the sidebar and the top bar cover this much
   const scale = Math.min((canvas.width - edge) / (right - left), (canvas.height - edge) / (bottom - top), 1.6);
   app.canvas.ds.scale = scale;
+  // A far view has no texts, and the canvas shows its frame rate: neither belongs into a picture.
+  app.canvas.min_font_size_for_lod = app.canvas.low_quality_zoom_threshold = 0;
+  app.canvas.show_info = false;
   app.canvas.ds.offset[0] = -left + edge / scale;
   app.canvas.ds.offset[1] = -top + edge / scale;
   app.canvas.setDirty(true, true);
