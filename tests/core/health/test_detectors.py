@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.detectors import CODE, FIRST_SEED, all_jobs, key, naive, read_lines  # noqa: E402
+from benchmarks.detectors import CODE, FIRST_SEED, all_jobs, key, naive, perform, prepare, read_lines  # noqa: E402
 from benchmarks.detectors_score import clopper_pearson, kinds, summary, tables  # noqa: E402
 from trainer_core.drill.faults import FAULTS, FROZEN_ENCODERS  # noqa: E402
 from trainer_core.drill.run import DrillRun, FirstReading  # noqa: E402
@@ -107,6 +108,30 @@ def test_nothing_measured_is_null_and_not_perfect() -> None:
 def test_bounds_of_a_share(hits: int, of: int, low: float, high: float) -> None:
     """The reference gives 1.2 % for 0 of 300, and 90 to 99 % for 100 of 104."""
     assert clopper_pearson(hits, of) == pytest.approx((low, high), abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("detectors"), toy=False)
+
+
+@pytest.mark.parametrize("kind", ["nan-latent", "bit-flip", "nan-weight", "adapter-cast"])
+def test_faults_that_are_there_at_once_are_noticed_in_whole_runs(kind: str, place: Path) -> None:
+    line = perform({"what": "fault", "kind": kind, "seed": 2000, "model": "micro", "onset": 5}, place)
+    shutil.rmtree(place / "runs")
+    assert line["right"], f"said {line['verdict']} at step {line['step']}"
+    assert line["culprit"] in (True, None)
+    assert line["naive"]["loss is NaN"] == (kind in ("nan-latent", "nan-weight")), "the first reading is judged"
+
+
+def test_a_healthy_run_that_looks_ill_is_left_alone(place: Path) -> None:
+    """Captions are dropped: steps without any caption leave encoders and cross-attention without gradients."""
+    job = {"what": "healthy", "kind": "captions-dropped", "seed": 2000, "model": "micro", "steps": 12}
+    line = perform(job, place)
+    shutil.rmtree(place / "runs")
+    assert line["verdict"] is None, line["sentence"]
+    assert (line["end"], line["steps"]) == ("finished", 12)
+    assert line["naive"]["a gradient is zero"]
 
 
 @pytest.mark.slow
