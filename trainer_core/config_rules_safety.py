@@ -31,19 +31,19 @@ def _scale(config: TrainConfig) -> Found:
         yield Problem("precision.max_loss_scale", high, why, "Raise it, or lower the initial scale.")
 
 
-def _base_weights(config: TrainConfig) -> Found:
-    kind = config.precision.base_weights
+def _base_format(config: TrainConfig) -> Found:
+    kind = config.precision.base_format
     if kind == "compute":
         return
     if find_spec("torchao") is None:
         why = "needs the library torchao, which is not installed"
-        yield Problem("precision.base_weights", kind, why, f"Install it: {sys.executable} -m pip install torchao")
+        yield Problem("precision.base_format", kind, why, f"Install it: {sys.executable} -m pip install torchao")
     if config.lora.network != "native":
         why = f"goes with our own LoRA only, and lora.network = {config.lora.network}"
-        yield Problem("precision.base_weights", kind, why, "Write compute, or lora.network = native.")
+        yield Problem("precision.base_format", kind, why, "Write compute, or lora.network = native.")
     if config.lora.init == "pissa":
         why = "rounds the weights that lora.init = pissa is made from"
-        yield Problem("precision.base_weights", kind, why, "Write compute, or another init.")
+        yield Problem("precision.base_format", kind, why, "Write compute, or another init.")
 
 
 def _text_encoders(config: TrainConfig) -> Found:
@@ -117,14 +117,30 @@ def _clipping(config: TrainConfig) -> Found:
             yield Problem(f"gradient.{name}", value, why, f"Set gradient.clip = {owner}, or unset it.")
 
 
+def _drill(config: TrainConfig) -> Found:
+    name = config.run.drill
+    if not name:
+        return
+    from .drill.faults import FAULTS, find_fault  # torch, which only a drill needs here
+
+    if find_fault(name) is None:
+        known = [fault.name for fault in FAULTS]
+        fix = did_you_mean(name, known, f"Known are {', '.join(known)}.")
+        yield Problem("run.drill", name, "is no fault of the drill", fix)
+    if config.model.path != "toy":
+        why = f"breaks a run on purpose, and model.path = {config.model.path} is no toy"
+        yield Problem("run.drill", name, why, "Write model.path = toy, or take it out (safe-scaler drill --config).")
+
+
 SAFETY_RULES: tuple[Callable[[TrainConfig], Found], ...] = (
     _scale,
-    _base_weights,
+    _base_format,
     _text_encoders,
     _sanitize,
     _rungs,
     _needs_checkpoints,
     _clipping,
+    _drill,
 )
 
 

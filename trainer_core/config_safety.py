@@ -28,7 +28,7 @@ class PrecisionConfig:
         8, "rejected steps in a row that start the escalation ladder, or end the run without it", min=1, max=1000
     )
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, about a third slower")
-    base_weights: str = option(
+    base_format: str = option(
         "compute",
         "how the UNet's frozen linear layers are kept: in the format that is computed in, or in 8 bits (needs torchao; "
         "rounds the base)",

@@ -50,6 +50,7 @@ def asked_of(config: TrainConfig, compute: str, native_size: int) -> dict[str, A
         "text_cached": not {"te1", "te2"} & set(trained_parts(config)),
         "moment_bytes": 2.0 if "8bit" in config.optimizer.type else 8.0,
         "average": config.optimizer.ema_decay > 0,
+        "eight_bit_base": config.precision.base_format != "compute",
     }
 
 

@@ -25,6 +25,8 @@ RANKS = (4, 8, 16, 32, 128)
 
 SDXL_UNET = 2_567_463_684
 """Parameters of SDXL's UNet."""
+SDXL_TRANSFORMERS = 2_207_744_000
+"""Of them the weights of linear layers inside its transformers."""
 
 SDXL_SETS: Mapping[str, tuple[int, int]] = {
     "attention": (560, 1_451_520),
@@ -95,13 +97,15 @@ def sdxl_need(
     text_cached: bool = True,
     moment_bytes: float = 8.0,
     average: bool = False,
+    eight_bit_base: bool = False,
 ) -> MemoryNeed:
     """The need of SDXL itself on a GPU. `area`: pixels of the largest bucket; `batch`: samples of a micro-batch."""
     width = _DTYPE_BYTES[compute]
+    narrow = SDXL_TRANSFORMERS if eight_bit_base else 0
     whole, per_rank, recomputed = _ACTIVATIONS[targets]
     each = recomputed if recompute else whole + per_rank * rank
     return MemoryNeed(
-        base=SDXL_UNET * width,
+        base=(SDXL_UNET - narrow) * width + narrow,
         text=0.0 if text_cached else _TEXT_PARAMETERS * width,
         vae=_VAE_PARAMETERS * 4.0,
         parameters=SDXL_SETS[targets][1] * rank,
@@ -116,13 +120,14 @@ def cheaper(need: Callable[..., MemoryNeed], capacity: float, **asked: object) -
     """What would bring a run under `capacity` bytes, each on top of the ones before: (change, bytes then).
 
     In the order of what it costs: text outputs cached, activations recomputed, smaller micro-batch (equal effective
-    batch), 8-bit moments. Empty when it fits already.
+    batch), 8-bit moments, frozen base in 8 bits. Empty when it fits already.
     """
     changes: list[tuple[str, dict[str, object]]] = [
         ("cache the text encoders' outputs (dataset.cache_text = true)", {"text_cached": True}),
         ("recompute activations (precision.gradient_checkpointing = true)", {"recompute": True}),
         ("one picture at a time, the same step (memory.micro_batch = 1)", {"batch": 1}),
         ("8-bit moments (optimizer.type = adamw8bit)", {"moment_bytes": 2.0}),
+        ("the frozen base in 8 bits, rounded (precision.base_format = int8, needs torchao)", {"eight_bit_base": True}),
     ]
     found: list[tuple[str, float]] = []
     now = dict(asked)

@@ -165,7 +165,7 @@ def memory_of(
     """What the run of `config` does about memory; `step` tells the number of decided steps."""
     live = parts.loader.texts is None or bool({"te1", "te2"} & set(parts.network.parts))
     place_text_encoders(parts.model, config.memory.text_encoders, live=live)
-    store_base(parts.model, config.precision.base_weights)
+    store_base(parts.model, config.precision.base_format)
     memory = RunMemory(
         parts.model,
         parts.optimizer,

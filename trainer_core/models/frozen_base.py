@@ -35,7 +35,7 @@ def store_base(model: SDXLModel, kind: str) -> int:
     if kind == "compute":
         return 0
     if not is_available():
-        raise ResourceError(f"precision.base_weights = {kind} needs torchao. Install it: {INSTALL}")
+        raise ResourceError(f"precision.base_format = {kind} needs torchao. Install it: {INSTALL}")
     from torchao.quantization import (  # pyright: ignore[reportMissingImports]
         Float8WeightOnlyConfig,
         Int8WeightOnlyConfig,
@@ -48,7 +48,7 @@ def store_base(model: SDXLModel, kind: str) -> int:
         quantize_(model.unet, config, filter_fn=lambda module, name: id(module) in layers)
     except (RuntimeError, NotImplementedError, AssertionError, TypeError) as error:
         raise ResourceError(
-            f"torchao cannot keep the base in {kind} here: {str(error).splitlines()[0]} Use precision.base_weights = "
+            f"torchao cannot keep the base in {kind} here: {str(error).splitlines()[0]} Use precision.base_format = "
             "compute, or the other format."
         ) from error
     for layer in transformer_layers(model.unet):

@@ -15,6 +15,7 @@ from trainer_core.memory.before_loading import asked_of, refuse, told
 from trainer_core.memory.estimate import (
     GIB,
     SDXL_SETS,
+    SDXL_TRANSFORMERS,
     SDXL_UNET,
     cheaper,
     count_activations,
@@ -24,6 +25,7 @@ from trainer_core.memory.estimate import (
     set_of,
 )
 from trainer_core.models import load_sdxl
+from trainer_core.models.frozen_base import transformer_layers
 from trainer_core.models.outline import outline_sdxl
 from trainer_core.networks import create_network
 
@@ -100,6 +102,7 @@ def test_target_sets_of_sdxl_are_what_our_selection_finds(unet: Any) -> None:
     from trainer_core.networks.target_presets import PRESETS
 
     assert sum(parameter.numel() for parameter in unet.parameters()) == SDXL_UNET
+    assert sum(layer.weight.numel() for layer in transformer_layers(unet)) == SDXL_TRANSFORMERS
     for preset, expected in zip(("attention", "attention_mlp", "full"), SDXL_SETS.values(), strict=True):
         chosen = PRESETS[preset]
         targets = find_targets(unet, "unet", conv=chosen.conv)
@@ -134,6 +137,7 @@ def test_sdxl_at_its_usual_settings() -> None:
     assert sdxl_need(area=512 * 512).activations == pytest.approx(sdxl_need().activations / 4)
     assert sdxl_need(rank=128, recompute=False).activations / GIB == pytest.approx(8.57, rel=0.02)
     assert need.lines()[-1].startswith("together: ")
+    assert sdxl_need(eight_bit_base=True).base / GIB == pytest.approx(2.73, abs=0.01)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_what_would_help() -> None:

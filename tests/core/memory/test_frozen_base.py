@@ -23,13 +23,13 @@ def refused(config: TrainConfig) -> dict[str, str]:
 
 
 def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    eight = PrecisionConfig(base_weights="int8")
+    eight = PrecisionConfig(base_format="int8")
     monkeypatch.setattr(config_rules_safety, "find_spec", lambda name: None)
-    assert "torchao, which is not installed" in refused(TrainConfig(precision=eight))["precision.base_weights"]
+    assert "torchao, which is not installed" in refused(TrainConfig(precision=eight))["precision.base_format"]
     monkeypatch.setattr(config_rules_safety, "find_spec", lambda name: name)
-    assert "precision.base_weights" not in refused(TrainConfig(precision=eight))
+    assert "precision.base_format" not in refused(TrainConfig(precision=eight))
     for lora in (LoraConfig(network="peft:dora"), LoraConfig(init="pissa")):
-        assert "precision.base_weights" in refused(TrainConfig(precision=eight, lora=lora))
+        assert "precision.base_format" in refused(TrainConfig(precision=eight, lora=lora))
     host = MemoryConfig(text_encoders="host")
     assert "memory.text_encoders" not in refused(TrainConfig(memory=host))
     trained = OptimizerConfig(te2_lr=1e-5)
@@ -53,7 +53,7 @@ def test_a_run_on_an_8_bit_base(
     for stored in ("compute", kind):
         recorder = Recorder()
         sections: dict[str, dict[str, Any]] = {
-            "precision": {"compute": compute, "base_weights": stored},
+            "precision": {"compute": compute, "base_format": stored},
             "lora": {"preset": "attention"},
             "optimizer": {"te1_lr": 0.0, "te2_lr": 0.0},
             "run": {"max_train_steps": 2},
@@ -67,6 +67,7 @@ def test_a_run_on_an_8_bit_base(
     assert base[kind] < 0.8 * base["compute"]
 
 
+@pytest.mark.slow
 def test_quantised_layers_give_the_gradient_of_the_rounded_weights() -> None:
     ao = pytest.importorskip("torchao.quantization")
     layer = nn.Linear(64, 48).requires_grad_(False)
