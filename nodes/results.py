@@ -70,6 +70,8 @@ def report_text(folder: core.RunFolder, notes: list[str]) -> str:
     """The run in plain words: what was done, what came of it, and what needs a look."""
     data = core.read_run(folder.path)
     lines = [f"Run {folder.run_id}", "", *core.summary_sentences(data)]
+    if memory := core.memory_sentence(data):
+        lines += ["", memory]
     for group in core.problem_groups(data):
         lines += ["", f"{group.severity}: {group.title}", *(f"  {line}" for line in group.lines[:12])]
         lines += [f"  {group.advice}"] if group.advice else []

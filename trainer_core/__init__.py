@@ -62,6 +62,7 @@ _LATER = {
     "load_config": "config_io",
     "lora_files": "resume_choices",
     "lora_of_step": "resume_choices",
+    "memory_sentence": "diagnostics.report_memory",
     "memory_settings": "recipes",
     "newest_good": "checkpoints.manifest",
     "newest_with_hash": "runs.registry",
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
     from .diagnostics.chart_pictures import chart_pictures as chart_pictures
     from .diagnostics.report import write_report as write_report
     from .diagnostics.report_data import read_run as read_run
+    from .diagnostics.report_memory import memory_sentence as memory_sentence
     from .diagnostics.report_text import problem_groups as problem_groups
     from .diagnostics.report_text import summary_sentences as summary_sentences
     from .events import NOTE_TOPICS as NOTE_TOPICS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 
 from trainer_core.build import TrainResult, resume_run, start_run
 from trainer_core.config import TrainConfig
+from trainer_core.diagnostics.report_data import read_run
+from trainer_core.diagnostics.report_memory import memory_sentence
 from trainer_core.errors import CheckpointError, ConfigError
 from trainer_core.networks.file_check import body_hash
 from trainer_core.runs.protocol import Commands
@@ -380,6 +383,8 @@ def test_kind_memory_the_largest_batch_is_tried_first_validation_and_preview_too
     assert "The largest batch has 2 pictures of 64 x 64." in page
     assert "136 layers" in page
     assert "activations of one forward (counted)" in page
+    sentence = memory_sentence(read_run(result.run_dir))
+    assert re.fullmatch(r"Memory: base model 10\.1 MB, VAE .*, adapter, .* together \d+\.\d MB\.", sentence)
 
 
 def test_kind_autograd_gradient_checkpointing_changes_nothing(config_for: Callable[..., TrainConfig]) -> None:

@@ -24,11 +24,26 @@ def memory_html(data: ReportData) -> str:
         return f"<p>The memory estimate of this run cannot be read: {esc(error)}</p>"
 
 
-def _parts(facts: dict[str, Any], data: ReportData) -> str:
+def memory_sentence(data: ReportData) -> str:
+    """The estimate by part in one sentence; empty where the run left none that can be read."""
+    try:
+        rows = _rows(json.loads((data.folder / "memory.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    parts = ", ".join(f"{name} {size(count)}" for name, count in rows)
+    return f"Memory: {parts}; together {size(sum(count for _, count in rows))}."
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[str, float]]:
     rows = [(str(name), float(count)) for name, count in facts["parts"]]
-    counted, largest = facts.get("counted"), facts["largest"]
+    counted = facts.get("counted")
     if counted is not None and facts["activations"] != "estimated":
         rows.append(("activations of one forward (counted)", float(counted["bytes"])))
+    return rows
+
+
+def _parts(facts: dict[str, Any], data: ReportData) -> str:
+    rows, counted, largest = _rows(facts), facts.get("counted"), facts["largest"]
     total = sum(count for _, count in rows)
     lines = "".join(f'<tr><th scope="row">{esc(name)}</th><td>{size(count)}</td></tr>' for name, count in rows)
     lines += f'<tr><th scope="row">together</th><td>{size(total)}</td></tr>'
