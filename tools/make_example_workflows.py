@@ -276,12 +276,33 @@ def health_investigation(graph: Graph) -> None:
     )
 
 
+def fault_drill(graph: Graph) -> None:
+    links = _start(graph)
+    monitor = graph.add("SafeScalerGradientMonitor", (850, 660), (420, 620))
+    train = graph.add(
+        "SafeScalerTrain", (400, 60), (420, 960), output_name="drill", monitor=(monitor, "monitor"), **links,
+        **{**_TOY_TRAIN, "steps": 60, "preview_prompts": "none", "more_settings": 'run.drill = "nan-latent"'},
+    )  # fmt: skip
+    report = graph.add("SafeScalerReport", (850, 60), (420, 560), run=(train, "run"))
+    graph.add("PreviewImage", (1300, 60), (480, 480), images=(report, "charts"))
+    _note(
+        graph,
+        "## A fault on purpose\n*more_settings* of **Train** says `run.drill = \"nan-latent\"`: at step 24 one "
+        "picture's latents become NaN. The picture is named and left out, the step is computed again without it, and "
+        "training goes on; the report says when and why.\n\nOthers: `lr-times-200` (goes back, halves the rate), "
+        "`nan-weight`, `cut-adapter`, `te2-detached`; `safe-scaler drill --list` names all. It works with the toy "
+        "only, and its LoRA is of no use.",
+        (1300, 660), (480, 330),
+    )  # fmt: skip
+
+
 EXAMPLES = {
     "first_lora": first_lora,
     "style_with_validation": style_with_validation,
     "resume": resume,
     "train_then_generate": train_then_generate,
     "health_investigation": health_investigation,
+    "fault_drill": fault_drill,
 }
 
 

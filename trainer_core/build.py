@@ -166,6 +166,10 @@ class _Runner:
         if self.assembly is None:
             return "stopped", "Stopped before the first step; nothing was trained yet.", None, None
         session, trainer = self.assembly.session, self.assembly.trainer
+        if config.run.drill:
+            from .planted_fault import plant
+
+            plant(trainer)
         session.before_training(trainer.state.step)
         status = trainer.run()
         self.bus.emit(PhaseChanged(step=trainer.state.step, phase="finishing"))

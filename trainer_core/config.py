@@ -285,6 +285,12 @@ class RunConfig:
     process_timeout: float = option(
         10.0, "minutes that a process waits for another's answer or sign of life", min=0.01, advanced=True
     )
+    drill: str = option(
+        "",
+        "put this fault into the run on purpose, to see what is noticed (names: safe-scaler drill --list); with the "
+        "built-in toy only",
+        advanced=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

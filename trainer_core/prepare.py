@@ -44,6 +44,11 @@ def create_run(
     """
     asked = config
     config = checked(asked, light=light)
+    if config.run.drill:
+        from .planted_fault import drill_settings
+
+        config, told = drill_settings(config)
+        notes = [*(notes or []), *told]
     if config.hardware.profile != "off":
         from .hardware.profiles import apply_profile
 

@@ -86,7 +86,9 @@ def test_the_first_example_runs_to_the_end(comfyui: ComfyUI) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["style_with_validation", "train_then_generate", "health_investigation"])
+@pytest.mark.parametrize(
+    "name", ["style_with_validation", "train_then_generate", "health_investigation", "fault_drill"]
+)
 def test_the_other_examples_run_to_the_end(comfyui: ComfyUI, name: str) -> None:
     run_short(comfyui, name)
 

@@ -39,6 +39,8 @@ def test_the_defaults_hold() -> None:
             {"safety": {"rungs": ("rollback", "freeze_module"), "diagnose": False}},
             ("safety.rungs", "freeze_module", "safety.diagnose"),
         ),
+        ({"run": {"drill": "nan-latent"}, "model": {"path": "a.safetensors"}}, ("run.drill", "model.path", "no toy")),
+        ({"run": {"drill": "nan-latents"}, "model": {"path": "toy"}}, ("run.drill", "Did you mean", "nan-latent")),
         ({"safety": {"rungs": ()}}, ("safety.rungs", "safety.ladder")),
         ({"safety": {"max_rollbacks": 0}}, ("safety.rungs", "safety.max_rollbacks")),
         ({"safety": {"rungs": ("rollback", "rollback")}}, ("safety.rungs", "twice")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,27 +33,24 @@ class _Larger(torch.autograd.Function):
         return gradients[0] * 1000.0
 
 
-def test_a_transient_fault_never_reaches_the_weights(
-    micro_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gradient of step 6 is a thousand times too large at its first computation only: the step is computed again,
-    it is told, and the LoRA is the undisturbed run's bit for bit, with the sentinel looking on as well."""
+@pytest.fixture
+def config(micro_model: Path, tmp_path: Path) -> TrainConfig:
+    return small_config(
+        micro_model,
+        write_pictures(tmp_path / "pictures", 4, sizes=((32, 32),)),
+        tmp_path,
+        lora={"rank": 2, "preset": "attention"},
+        optimizer={"te1_lr": 0.0, "te2_lr": 0.0},
+        health={"audit": "off"},
+        hardware={"sentinel_every": 3},
+        run={"max_train_steps": 7},
+    )
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The gradient of step 6 is a thousand times too large at its first computation only. Steps that were hit."""
     monkeypatch.setattr(recheck, "_ENOUGH", 4)
-    pictures = write_pictures(tmp_path / "pictures", 4, sizes=((32, 32),))
-
-    def config(name: str, sentinel: int) -> TrainConfig:
-        return small_config(
-            micro_model,
-            pictures,
-            tmp_path / name,
-            lora={"rank": 2, "preset": "attention"},
-            optimizer={"te1_lr": 0.0, "te2_lr": 0.0},
-            health={"audit": "off"},
-            hardware={"sentinel_every": sentinel},
-            run={"max_train_steps": 8},
-        )
-
-    plain = start_run(config("plain", 0))
     original, hits = Trainer.loss, []
 
     def loss(self: Trainer, epoch: int, batch: Any) -> torch.Tensor:
@@ -65,12 +63,26 @@ def test_a_transient_fault_never_reaches_the_weights(
         return larger
 
     monkeypatch.setattr(Trainer, "loss", loss)
+    return hits
+
+
+def test_a_transient_fault_never_reaches_the_weights(config: TrainConfig, fault: list[int]) -> None:
     recorder = Recorder()
-    disturbed = start_run(config("disturbed", 4), sink=recorder)
-    assert hits == [5]
+    result = start_run(config, sink=recorder)
+    assert (result.status, result.applied, fault) == ("finished", 7, [5])
     told = [data for data in recorder.of("Verdict") if data["kind"] == "HARDWARE"]
     assert [(data["step"], data["severity"]) for data in told] == [(6, "warning")]
     assert "The second computation was used" in told[0]["sentence"]
+    norms = [data["grad_norm"] for data in recorder.of("StepFinished")]
+    assert norms[5] < 10 * max(norms[:5]), "what was applied"
+
+
+@pytest.mark.slow
+def test_after_a_transient_fault_the_lora_is_the_undisturbed_runs(config: TrainConfig, fault: list[int]) -> None:
+    """Bit for bit, with the sentinel looking on as well."""
+    disturbed = start_run(config)
+    assert fault == [5]
+    plain = start_run(replace(config, hardware=replace(config.hardware, sentinel_every=0)))
     assert plain.lora is not None
     assert disturbed.lora is not None
     assert body_hash(disturbed.lora) == body_hash(plain.lora)
