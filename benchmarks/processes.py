@@ -45,7 +45,7 @@ from trainer_core.networks.file_check import body_hash  # noqa: E402
 from trainer_core.runs.protocol import Commands  # noqa: E402
 
 KEPT = RESULTS / "processes.jsonl"
-STEPS, CHECK_EVERY = 6, 2
+STEPS, CHECK_EVERY = 4, 2
 STALL_EVERY = 16
 NORMAL_LIMIT_S, FAULT_LIMIT_S = 300.0, 12.0
 
@@ -80,7 +80,7 @@ def settings(number: int) -> dict[str, dict[str, Any]]:
     compute = "fp16" if number % 5 == 3 else "fp32"
     return {
         "dataset": {"batch_size": draw.choice((1, 2, 3))},
-        "gradient": {"accumulation": draw.choice((1, 2, 3))},
+        "gradient": {"accumulation": draw.choice((1, 1, 2))},
         "lora": {"rank": draw.choice((2, 4)), "dropout": draw.choice((0.0, 0.1))},
         "optimizer": {
             "type": draw.choice(("adamw", "adamw", "lion", "adafactor")),
