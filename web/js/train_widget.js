@@ -5,7 +5,7 @@ import { duration, number } from "./format.js";
 import { waitingWords } from "./run_picker.js";
 import { phaseWords, stateWord } from "./sentences.js";
 
-const HEIGHT = 34;
+const HEIGHT = 54; // ComfyUI takes ten pixels of it above and below
 const EVERY_MS = 1000;
 
 export function addTrainWidget(node, client) {
