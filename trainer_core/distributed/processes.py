@@ -21,6 +21,8 @@ from torch import distributed
 
 from ..errors import ProcessError
 
+_START_S = 300.0
+"""The least time that processes have to start and import their libraries."""
 _BEAT_S = 1.0
 _LOOK_S = 1.0
 _QUICK_S, _SLOW_S = 0.001, 0.05
@@ -51,7 +53,11 @@ class Processes:
         self.limit_s = limit_s
         limit = timedelta(seconds=limit_s)
         try:
-            store, self.rank, self.count = next(distributed.rendezvous("env://", timeout=limit))
+            patience = timedelta(seconds=max(limit_s, _START_S))
+            store, self.rank, self.count = next(distributed.rendezvous("env://", timeout=patience))
+            start = distributed.PrefixStore("safe-scaler-start", store)
+            start.set(str(self.rank), "here")
+            start.wait([str(rank) for rank in range(self.count)], patience)  # a slow start is no failure
             distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 store=distributed.PrefixStore("safe-scaler", store),
@@ -206,9 +212,7 @@ class Processes:
                 if rank != self.rank and self._store.check([f"failed/{rank}"]):
                     told = self._store.get(f"failed/{rank}").decode("utf-8", "replace")
                     passed_on = told.startswith(_PASSED_ON)
-                    raise ProcessError(
-                        told.removeprefix(_PASSED_ON) if passed_on else f"Process {rank} failed: {told}"
-                    )
+                    raise ProcessError(told.removeprefix(_PASSED_ON) if passed_on else f"Process {rank} failed: {told}")
             except RuntimeError as error:
                 raise ProcessError(f"The store of this run is gone ({error}).") from error
 
