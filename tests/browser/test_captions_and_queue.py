@@ -197,7 +197,9 @@ def share_and_delete(page: ComfyPage, comfyui: ComfyUI, tmp_path: Path) -> None:
     runs = {path.name for path in (comfyui.output / "safe_scaler").glob("2*")}
     panel.locator("li", has_text="poisoned").get_by_role("button", name="Delete run").click()
     page.page.get_by_role("button", name="Confirm").click()
-    page.wait("![...document.querySelectorAll('.ss-run-name')].some((one) => one.textContent === 'poisoned')")
+    gone = "![...document.querySelectorAll('.ss-run-name')].some((one) => one.textContent === 'poisoned')"
+    page.wait(f"{gone} || document.querySelector('[role=alert]')?.innerText.includes('not deleted')")
+    assert page.run(f"() => {gone}"), page.problems
     left = {path.name for path in (comfyui.output / "safe_scaler").glob("2*")}
     assert len(runs - left) == 1
     assert (comfyui.output / "loras" / "sound.safetensors").is_file()

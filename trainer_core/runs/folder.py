@@ -22,6 +22,8 @@ RUNS_FOLDER = "safe_scaler"
 
 _LOCK_PATIENCE_S = 1.0
 """A registry scan probes the lock for a moment; a writer tries this long before it believes in a second writer."""
+_LOOK_AGAIN_S = 0.03
+"""Time between the two looks of a scan, so that two scans do not take each other for a writer."""
 
 _FRESH_S = 10.0
 
@@ -152,13 +154,16 @@ class RunFolder:
         """Whether a process writes this run now."""
         if not self.lock_path.exists():
             return False
-        try:
-            with locked(self.lock_path, calls):
-                return False
-        except LockBusy:
-            return True
-        except OSError:
-            return False  # a folder without write permission has no writer of ours
+        for pause in (0.0, _LOOK_AGAIN_S):  # whoever looks holds the lock for a moment, and is no writer
+            time.sleep(pause)
+            try:
+                with locked(self.lock_path, calls):
+                    return False
+            except LockBusy:
+                continue
+            except OSError:
+                return False  # a folder without write permission has no writer of ours
+        return True
 
     def _busy_message(self) -> str:
         holder = ""

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from trainer_core.errors import ConfigError, ResourceError
 from trainer_core.runs import folder as module
 from trainer_core.runs.folder import RunFolder, check_writable, free_name, new_run_id, release_name
-from trainer_core.runs.platform import DurableIO, LockCalls
+from trainer_core.runs.platform import DurableIO, LockCalls, locked
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -100,6 +101,25 @@ def test_two_writers_on_one_run_are_refused(tmp_path: Path) -> None:
     assert not folder.is_locked()
     with folder.lock():
         assert folder.is_locked()
+
+
+def test_two_looks_at_a_run_do_not_take_each_other_for_a_writer(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    held, go = threading.Event(), threading.Event()
+
+    def another_look() -> None:
+        with locked(folder.lock_path):
+            held.set()
+            go.wait(10)
+
+    thread = threading.Thread(target=another_look)
+    with folder.lock():
+        pass
+    thread.start()
+    held.wait(10)
+    threading.Timer(0.005, go.set).start()
+    assert not folder.is_locked()
+    thread.join()
 
 
 def test_a_killed_holder_frees_the_lock(tmp_path: Path) -> None:
