@@ -123,6 +123,8 @@ test("the line in the Train node", () => {
   assert.equal(progressWords({ ...state, paused: true }, null, client), "Paused · step 120 of 400 · 12 min left · loss 0.0812");
   const caching = { ...state, run: { ...run, step: 0 }, phase: { phase: "caching", done: 2, total: 9 }, last: null };
   assert.equal(progressWords(caching, null, client), "Preparing pictures and captions 2 of 9 · step 0 of 400");
+  const previewing = { ...state, phase: { phase: "previewing", done: 0, total: 1 } };
+  assert.equal(progressWords(previewing, null, client), "step 120 of 400 · 12 min left · loss 0.0812 · Making preview pictures 0 of 1");
   const over = { ...state, run: { ...run, state: "finished", step: 400 }, phase: null };
   assert.equal(progressWords(over, null, client), "Finished · step 400 of 400 · loss 0.0812");
   const queued = { prompt_id: "p", node_id: "4", name: "dog", steps: 400, position: 1, waiting_for: null };

@@ -62,11 +62,13 @@ export function progressWords(state, waiting, client) {
   if (state === null) return "Not trained yet";
   const { run, last, phase } = state;
   const parts = [];
+  const doing = running && !state.paused && phase && phase.phase !== "training" ? phaseWords(phase) : "";
   if (!running || state.paused) parts.push(stateWord(run.state, state.paused));
-  else if (phase && phase.phase !== "training") parts.push(phaseWords(phase));
+  if (doing && run.step === 0) parts.push(doing);
   if (run.total_steps) parts.push(`step ${run.step} of ${run.total_steps}`);
   if (running && last?.eta_seconds) parts.push(`${duration(last.eta_seconds)} left`);
   const loss = last?.loss_avg ?? run.loss_avg;
   if (typeof loss === "number") parts.push(`loss ${number(loss)}`);
+  if (doing && run.step > 0) parts.push(doing); // last: the line is cut off on the right
   return parts.join(" · ") || "Starting";
 }
