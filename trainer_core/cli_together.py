@@ -101,8 +101,12 @@ def train_together(prepare: Callable[[], Path], *, limit_s: float, around: Calla
             result = run_together(prepare, commands=commands, sink=console, limit_s=limit_s, around=around)
         except TrainerError as error:
             console.close()
-            if speaks():  # it repeats what another process failed of
+            from .distributed.processes import ToldElsewhereError
+
+            if speaks():
                 print(f"safe-scaler: {error}", file=sys.stderr)
+            elif not isinstance(error, ToldElsewhereError):
+                print(f"safe-scaler: process {os.environ.get('RANK')}: {error}", file=sys.stderr)
             return 1
     console.close()
     if result is None:

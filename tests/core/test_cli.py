@@ -14,7 +14,9 @@ from run_setup import small_config
 
 from trainer_core import __version__
 from trainer_core.cli import EXIT_FAILED, EXIT_WRONG, main
-from trainer_core.cli_together import start_or_go_on
+from trainer_core.cli_together import start_or_go_on, train_together
+from trainer_core.distributed.processes import ToldElsewhereError
+from trainer_core.errors import ResourceError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -190,6 +192,29 @@ def test_a_launcher_that_starts_less_than_was_asked_for_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert main(["train"]) == EXIT_WRONG
     assert part not in capsys.readouterr().err, "--num_processes 1 is what was asked for"
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "expected"),
+    [
+        ("0", ToldElsewhereError("Process 1 failed: no disk"), "safe-scaler: Process 1 failed: no disk\n"),
+        ("1", ToldElsewhereError("Process 0 failed: no disk"), ""),
+        ("1", ResourceError("no memory here"), "safe-scaler: process 1: no memory here\n"),
+    ],
+)
+def test_every_process_tells_what_began_in_it(
+    rank: str, error: Exception, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainer_core.distributed import launch
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(launch, "run_together", fail)
+    assert train_together(Path, limit_s=1.0, around=lambda path: None) == EXIT_FAILED
+    assert capsys.readouterr().err == expected
 
 
 def test_processes_that_their_launcher_restarts_go_on_with_their_run(

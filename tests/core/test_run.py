@@ -74,7 +74,7 @@ def test_kind_side_effects_previews_and_validation_change_nothing(config_for: Ca
     watched, recorder = train(
         config_for(
             "watched",
-            memory={"probe": "true"},
+            memory={"probe": "true", "latency_guard": True},
             preview={"prompts": ("a red circle --s 2 --w 32 --h 32",), "every_steps": 1},
             validation={"enabled": True, "split": 0.0, "every_steps": 1, "bands": 2},
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..errors import ProcessError
-from .processes import Processes
+from .processes import Processes, ToldElsewhereError
 
 EVERY = 50
 """Applied steps between fingerprints."""
@@ -65,7 +65,7 @@ def check_start(processes: Processes, what: Mapping[str, str]) -> None:
     }
     if differing:
         lines = [f"process {rank}: {', '.join(names) or 'other parts'}" for rank, names in differing.items()]
-        raise ProcessError(
+        raise (ProcessError if processes.first else ToldElsewhereError)(
             "The processes of this run do not agree on what is trained. Compared with process 0 these differ:\n  - "
             + "\n  - ".join(lines)
             + "\nEvery process needs the same files, settings and library versions."
@@ -82,7 +82,7 @@ def check_weights(processes: Processes, parameters: Iterable[torch.Tensor], step
     found = processes.gather(f"{own[0]:016x}{own[1]:016x}")
     other = [rank for rank, value in enumerate(found) if value != found[0]]
     if other:
-        raise ProcessError(
+        raise (ProcessError if processes.first else ToldElsewhereError)(
             f"The weights of process{'es' if len(other) > 1 else ''} {', '.join(map(str, other))} are not those of "
             f"process 0 any more at step {step}: a gradient was not summed, or a device computes wrong. The run stops; "
             "resume from the last checkpoint."

@@ -35,6 +35,10 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or "1")
 
 
+class ToldElsewhereError(ProcessError):
+    """What another process tells of as well, so that this one need not."""
+
+
 class RunOver(Exception):
     """Process 0 has ended the run; the others may end too."""
 
@@ -113,7 +117,7 @@ class Processes:
         if not self.first:
             told = json.loads(self._wait_for(f"shared/{self._next('shared')}", {0}))
             if "failed" in told:
-                raise ProcessError(f"Process 0 failed: {told['failed']}")
+                raise ToldElsewhereError(f"Process 0 failed: {told['failed']}")
             return told["value"]
         key = f"shared/{self._next('shared')}"
         try:
@@ -212,7 +216,8 @@ class Processes:
                 if rank != self.rank and self._store.check([f"failed/{rank}"]):
                     told = self._store.get(f"failed/{rank}").decode("utf-8", "replace")
                     passed_on = told.startswith(_PASSED_ON)
-                    raise ProcessError(told.removeprefix(_PASSED_ON) if passed_on else f"Process {rank} failed: {told}")
+                    text = told.removeprefix(_PASSED_ON) if passed_on else f"Process {rank} failed: {told}"
+                    raise ToldElsewhereError(text)
             except RuntimeError as error:
                 raise ProcessError(f"The store of this run is gone ({error}).") from error
 
