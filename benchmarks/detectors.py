@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +271,11 @@ def recovery(job: Job, place: Path) -> Job:
     fault = fault_of(job)
     onset = onset_of(fault, seed)
     guarded = run_with(config, fault.inject, seed=seed, onset=onset)
-    bare_config = replace(config, safety=replace(config.safety, drop_samples=False, ladder=False, diagnose=False))
+    off = {
+        "safety": {"drop_samples": False, "ladder": False, "diagnose": False},
+        "hardware": {"recheck_spikes": False},
+    }
+    bare_config = with_sections(config, off)
     bare = run_with(bare_config, unprotected(fault), seed=seed, onset=onset)
     return {
         "loss": last(guarded),
