@@ -1,4 +1,7 @@
-"""In a real browser: captions edited, a run that waits, NaN told as rejected steps, sharing, deleting, a notice."""
+"""In a real browser: captions edited, a run that waits, NaN told as rejected steps, sharing, deleting, a notice.
+
+Slow: two trainings on both front ends. The parts have quick tests of their own (tests/core/panel, tests/web, tests/nodes).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = "toy (built in, for a first try)"
+pytestmark = pytest.mark.slow
 MARKUP = 'a <img src=x onerror="window.hacked=1"> cat'
 
 SHORT = "preview.at_start = false\nvalidation.enabled = false"
@@ -43,7 +47,7 @@ FAKE_NOTICE = """window.notices = [];
     static get permission() { return "granted"; } static async requestPermission() { return "granted"; } };"""
 
 
-@pytest.fixture(scope="module", params=["newest", pytest.param("1.27.10", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["newest", "1.27.10"])
 def comfyui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     from comfyui_server import ComfyUI
     from front_ends import static_root
