@@ -1,6 +1,6 @@
 """In a real browser: captions edited, a run that waits, NaN told as rejected steps, sharing, deleting, a notice.
 
-Slow: two trainings on both front ends. The parts have quick tests of their own (tests/core/panel, tests/web, tests/nodes).
+Slow: two trainings on both front ends. Its parts have quick tests in tests/core/panel, tests/web and tests/nodes.
 """
 
 from __future__ import annotations
