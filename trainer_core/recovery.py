@@ -24,7 +24,8 @@ from .checkpoints.state import RunState
 from .distributed.shared_state import share_state
 from .errors import CheckpointError
 from .events import Intervention
-from .hardware.watch import HARDWARE, HardwareWatch, device_failed
+from .hardware import HARDWARE
+from .hardware.watch import HardwareWatch, device_failed
 from .health.goodness import is_good
 from .health.ladder import RESET_OPTIMIZER, Attempt, Ladder, Rung
 from .health.stop_report import StopFacts, stop_report

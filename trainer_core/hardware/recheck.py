@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ..events import Verdict
+from . import HARDWARE
 
 if TYPE_CHECKING:
     from ..optim.precision import StepVerdict
@@ -25,8 +26,6 @@ _EQUAL_DECADES = 0.05
 """Norms within 12 % of each other are the same: kernels that do not repeat themselves differ by far less."""
 _QUIET = 10
 """Steps after a spike that came again: one cause makes many."""
-
-HARDWARE = "HARDWARE"
 
 
 class SpikeRecheck:

@@ -15,11 +15,10 @@ import torch
 
 from ..distributed.alignment import fingerprint
 from ..events import Verdict, Warned
+from . import HARDWARE
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
-
-HARDWARE = "HARDWARE"
 
 Print = tuple[int, int]
 
@@ -32,6 +31,8 @@ class Sentinel:
         self._every = every
         self._repeats: bool | None = None
         """Whether two computations of the first look were equal; None before it."""
+        self._where = ""
+        """In which processes they differed, where there are several."""
 
     def __call__(self) -> None:
         if self._trainer.state.step % self._every or self._repeats is False:
@@ -42,11 +43,19 @@ class Sentinel:
             if not same:
                 self._warn()
         elif not same:
-            self._tell(again_same=self._look())
+            where = self._where
+            self._tell(where, again_same=self._look())
 
     def _look(self) -> bool:
         with _deterministic():
-            return self._print() == self._print()
+            same = self._print() == self._print()
+        processes = self._trainer.parts.processes
+        if processes is None:
+            return same
+        told = processes.gather("same" if same else "other")
+        differing = [str(rank) for rank, one in enumerate(told) if one != "same"]
+        self._where = f" (process {', '.join(differing)})" if differing else ""
+        return not differing
 
     def _print(self) -> Print:
         """128 bits over the gradients of the first micro-batch of epoch 0, as far as it fits. Leaves no gradients."""
@@ -66,24 +75,25 @@ class Sentinel:
     def _warn(self) -> None:
         text = (
             "hardware.sentinel_every is off for this run: the same batch computed twice gave different bits at the "
-            "first look. Either some kernels used here do not repeat themselves, or the device computes wrong."
+            f"first look{self._where}. Either some kernels used here do not repeat themselves, or the device computes "
+            "wrong."
         )
         self._trainer.bus.emit(Warned(step=self._trainer.state.step, topic="hardware", message=text))
 
-    def _tell(self, *, again_same: bool) -> None:
+    def _tell(self, where: str, *, again_same: bool) -> None:
         trainer = self._trainer
         if again_same:
             severity = "warning"
             text = (
-                "The same batch computed twice gave different bits once, and equal ones at the next try: a transient "
-                "fault of the device. Watch its temperature and memory errors."
+                f"The same batch computed twice gave different bits once{where}, and equal ones at the next try: a "
+                "transient fault of the device. Watch its temperature and memory errors."
             )
         else:
             severity = "error"
             trainer.guard.alarms.add(HARDWARE)
             text = (
-                "The same batch computed twice gave different bits, two times in a row: this device computes wrong. "
-                "Stop the run, test the device, and go on from a checkpoint that was written before."
+                f"The same batch computed twice gave different bits, two times in a row{where}: this device computes "
+                "wrong. Stop the run, test the device, and go on from a checkpoint that was written before."
             )
         trainer.bus.emit(Verdict(step=trainer.state.step, kind=HARDWARE, sentence=text, severity=severity))
 

@@ -12,6 +12,7 @@ import torch
 from ..errors import HardwareError
 from ..events import Intervention, Verdict, Warned
 from ..optim.phases import Trigger
+from . import HARDWARE
 from .counters import Concern, CounterPolicy, NvmlSource, Source, Unreadable
 from .sentinel import Sentinel
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-HARDWARE = "HARDWARE"
-"""Verdict, and kind of a trigger, of a faulty device."""
 
 EVERY_S = 10.0
 

@@ -95,6 +95,7 @@ class Watched:
         config = TrainConfig()
         self.told: list[Any] = []
         self.state = SimpleNamespace(step=0)
+        self.parts = SimpleNamespace(processes=None)
         self.bus = SimpleNamespace(emit=self.told.append)
         self.guard = SimpleNamespace(alarms=set())
         changed = type(config.hardware)(**hardware)
@@ -156,6 +157,15 @@ def test_bits_that_differ_twice_make_the_device_suspect() -> None:
     assert look_at(trainer, sentinel, 40) == ["warning", "error"]
     assert trainer.guard.alarms == {"HARDWARE"}, "no checkpoint of now is one to go back to"
     assert "this device computes wrong" in trainer.told[-1].sentence
+
+
+def test_with_several_processes_the_one_that_differs_is_named() -> None:
+    trainer: Any = Watched()
+    trainer.parts.processes = SimpleNamespace(
+        gather=lambda text: [text, "other" if trainer.state.step > 10 else "same"]
+    )
+    assert look_at(trainer, looking(trainer, [1] * 6), 10, 20) == ["error"]
+    assert "two times in a row (process 1): this device computes wrong." in trainer.told[0].sentence
 
 
 def test_kernels_that_do_not_repeat_themselves_switch_it_off_and_say_so() -> None:
