@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -39,6 +40,39 @@ class ToldElsewhereError(ProcessError):
     """What another process tells of as well, so that this one need not."""
 
 
+def agree_on_prefix(store: Any, rank: int, count: int, patience: timedelta) -> str:
+    """Meet the other processes in `store`; returns a prefix for the keys of this start, the same for all.
+
+    The store may be the launcher's and hold keys of processes that it has restarted since, under any number of theirs:
+    process 0 answers each greeting by its own random name, and goes on when all have taken its answer.
+
+    Raises:
+        RuntimeError: some did not come within `patience`.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"hello/{rank}", own)
+        store.wait([f"answer/{own}"], patience)
+        prefix = store.get(f"answer/{own}").decode("ascii")
+        store.set(f"ready/{prefix}/{rank}", "here")
+        store.wait([f"go/{prefix}"], patience)
+        return prefix
+    deadline = time.monotonic() + patience.total_seconds()
+    waiting, answered = set(range(1, count)), set[str]()
+    while waiting:
+        for other in waiting:
+            greeting = store.get(f"hello/{other}").decode("ascii") if store.check([f"hello/{other}"]) else ""
+            if greeting and greeting not in answered:
+                store.set(f"answer/{greeting}", own)
+                answered.add(greeting)
+        waiting = {other for other in waiting if not store.check([f"ready/{own}/{other}"])}
+        if waiting and time.monotonic() > deadline:
+            raise RuntimeError(f"process {min(waiting)} did not start within {patience.total_seconds():.0f} s")
+        time.sleep(_QUICK_S)
+    store.set(f"go/{own}", "go")
+    return own
+
+
 class RunOver(Exception):
     """Process 0 has ended the run; the others may end too."""
 
@@ -60,8 +94,7 @@ class Processes:
             patience = timedelta(seconds=max(limit_s, _START_S))
             store, self.rank, self.count = next(distributed.rendezvous("env://", timeout=patience))
             start = distributed.PrefixStore("safe-scaler-start", store)
-            start.set(str(self.rank), "here")
-            start.wait([str(rank) for rank in range(self.count)], patience)  # a slow start is no failure
+            store = distributed.PrefixStore(agree_on_prefix(start, self.rank, self.count, patience), store)
             distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 store=distributed.PrefixStore("safe-scaler", store),
