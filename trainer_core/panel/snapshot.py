@@ -73,12 +73,16 @@ def updates(folder: RunFolder, run: Row, *, after_seq: int, after_step: int) -> 
 
     `more` says that the answer was cut and a snapshot is the shorter way.
     """
-    if not folder.database_path.exists():  # created a moment ago
+    try:
+        with open_readonly(folder.database_path) as record:
+            wires = record.wires(after_seq=after_seq, limit=MOST_UPDATES)
+            events = [{"v": 1, "run_id": folder.run_id, **without_paths(wire)} for wire in wires]
+            fresh = health(record, after=after_step)
+    except TrainerError:
+        if folder.database_path.exists() and run["state"] != "running":
+            raise
+        # Created a moment ago: its worker has not made the record, or not all of it, yet.
         return {"run": run, "events": [], "health": _EMPTY["health"], "more": False}
-    with open_readonly(folder.database_path) as record:
-        wires = record.wires(after_seq=after_seq, limit=MOST_UPDATES)
-        events = [{"v": 1, "run_id": folder.run_id, **without_paths(wire)} for wire in wires]
-        fresh = health(record, after=after_step)
     answer = {"run": run, "events": events, "health": fresh, "more": len(events) >= MOST_UPDATES}
     return hide_folder(answer, folder)
 

@@ -150,7 +150,12 @@ def test_a_run_without_a_record_has_an_empty_snapshot(tmp_path: Path) -> None:
     assert data["run"]["problem"] == ""
     news = get(api(tmp_path), f"/runs/{RUN}/updates")
     assert (news.status, news.data["events"]) == (200, [])
+    folder.database_path.touch()  # its worker is about to fill it
+    with folder.lock():
+        news = get(api(tmp_path), f"/runs/{RUN}/updates")
+        assert (news.status, news.data["events"]) == (200, [])
     folder.database_path.write_bytes(b"no database at all" * 100)
+    assert code(get(api(tmp_path), f"/runs/{RUN}/updates")) == (422, "problem")
     assert "run.db" in get(api(tmp_path), f"/runs/{RUN}/snapshot").data["run"]["problem"]
 
 
