@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from typing import Any
 
 from trainer_core.cli import main
 from trainer_core.trainer import Trainer
@@ -24,16 +23,16 @@ def break_down() -> None:
     kind, rank, step, seconds = faults[restarts]
     if os.environ["RANK"] != str(rank):
         return
-    original = Trainer.loss
+    original = Trainer.train_step
 
-    def loss(self: Trainer, epoch: int, batch: Any) -> Any:
+    def train_step(self: Trainer) -> bool:
         if self.state.step == step:
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(seconds)
-        return original(self, epoch, batch)
+        return original(self)
 
-    Trainer.loss = loss
+    Trainer.train_step = train_step
 
 
 if __name__ == "__main__":
