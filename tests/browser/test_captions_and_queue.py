@@ -32,7 +32,7 @@ NODES: list[dict[str, Any]] = [
      "widgets": {"folder": "mine", "validation_split": 0.0}},
     {"key": "targets", "type": "SafeScalerTargets", "pos": [360, 60], "size": [330, 450], "widgets": {"rank": 4}},
     {"key": "train", "type": "SafeScalerTrain", "pos": [740, 60], "size": [330, 980], "widgets": {
-        "purpose": "own settings", "vram": "own settings", "output_name": "sound", "steps": 3, "learning_rate": 1e-3,
+        "purpose": "own settings", "vram": "own settings", "output_name": "sound", "steps": 25, "learning_rate": 1e-3,
         "train_seed": 7, "preview_prompts": "none", "device": "cpu", "batch_size": 1, "save_every": 0,
         "validate_every": 0, "more_settings": SHORT}},
 ]  # fmt: skip
