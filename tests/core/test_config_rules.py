@@ -162,9 +162,7 @@ def test_every_lower_limit_holds(good: TrainConfig, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, spec in FIELDS.items() if spec.choices])
-def test_every_choice_is_allowed_and_nothing_else(
-    good: TrainConfig, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_choice_is_allowed_and_nothing_else(good: TrainConfig, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_rules_safety, "find_spec", lambda name: name)  # an 8-bit base asks for torchao
     for choice in FIELDS[key].choices:
         assert not any(found.startswith(f"{key}|") for found in broken(good, {key: choice})), choice
