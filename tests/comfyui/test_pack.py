@@ -41,7 +41,7 @@ def test_texts_of_both_languages_are_served(comfyui: ComfyUI, language: str) -> 
 
 def test_examples_are_offered_as_templates(comfyui: ComfyUI) -> None:
     assert set(comfyui.get("/api/workflow_templates")[PACK]) == {example.stem for example in EXAMPLES}
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda file: file.stem)

@@ -45,6 +45,7 @@ def config_of(micro_model: Path, pictures: Path, output: Path, **sections: dict[
     return small_config(micro_model, pictures, output, **{**options, **sections})
 
 
+@pytest.mark.slow  # tests/faults kills at seeded moments and is quicker; the next test kills a real worker
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL is POSIX")
 def test_kind_resume_state_sigkill_at_a_random_moment(micro_model: Path, pictures: Path, tmp_path: Path) -> None:
     """Killed twice at random moments and started again: equal, bit for bit, to the unbroken run."""
