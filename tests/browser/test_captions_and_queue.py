@@ -143,6 +143,11 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     page.page.wait_for_timeout(800)
     page.picture(shots(tmp_path) / f"rejected_{front_end}.png", "[data-testid=safe-scaler-panel]")
 
+    # 1.27.10 shows the failed prompt in a dialog that covers the page.
+    dialog = page.page.locator(".p-dialog-mask")
+    if dialog.count():
+        page.page.keyboard.press("Escape")
+        dialog.wait_for(state="hidden")
     edit_captions(page, comfyui, tmp_path)
     share_and_delete(page, comfyui, tmp_path)
 
