@@ -143,11 +143,7 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     page.page.wait_for_timeout(800)
     page.picture(shots(tmp_path) / f"rejected_{front_end}.png", "[data-testid=safe-scaler-panel]")
 
-    # 1.27.10 shows the failed prompt in a dialog that covers the page.
-    dialog = page.page.locator(".p-dialog-mask")
-    if dialog.count():
-        page.page.keyboard.press("Escape")
-        dialog.wait_for(state="hidden")
+    close_dialog(page)
     edit_captions(page, comfyui, tmp_path)
     share_and_delete(page, comfyui, tmp_path)
 
@@ -164,6 +160,14 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     assert page.run("() => window.hacked === undefined")
     assert page.problems == []
     page.page.close()
+
+
+def close_dialog(page: ComfyPage) -> None:
+    """1.27.10 shows a failed prompt in a dialog that covers the page."""
+    dialog = page.page.locator(".p-dialog-mask")
+    if dialog.count():
+        page.page.keyboard.press("Escape")
+        dialog.wait_for(state="hidden")
 
 
 def edit_captions(page: ComfyPage, comfyui: ComfyUI, tmp_path: Path) -> None:

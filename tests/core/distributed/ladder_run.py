@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,8 @@ from trainer_core.distributed.launch import run_together
 from trainer_core.errors import TrainerError
 from trainer_core.runs.protocol import Commands
 from trainer_core.trainer import Trainer
+
+from .forking import fork_ranks
 
 Trace = list[list[Any]]
 
@@ -89,21 +89,7 @@ def run_rank(rank: int, count: int, port: int, config_file: str) -> None:
 
 def main() -> None:
     count, config_file = int(sys.argv[1]), sys.argv[2]
-    with socket.socket() as stream:
-        stream.bind(("127.0.0.1", 0))
-        port = int(stream.getsockname()[1])
-    pids: list[int] = []
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                run_rank(rank, count, port, config_file)
-            except BaseException:  # noqa: BLE001 - a forked process must not go on as its parent
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        pids.append(pid)
+    pids = fork_ranks(count, lambda rank, port: run_rank(rank, count, port, config_file))
     for pid in pids:
         os.waitpid(pid, 0)
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
-import traceback
 from typing import Any
 
 import torch
@@ -26,6 +24,8 @@ from trainer_core.errors import TrainerError
 from trainer_core.memory.ladder import MemoryLadder
 from trainer_core.optim import Precision, build_optimizer
 from trainer_core.step_work import StepWork
+
+from .forking import fork_ranks
 
 WIDTH = 5
 
@@ -143,22 +143,7 @@ def run_rank(rank: int, count: int, port: int, limit: float, names: list[str]) -
 
 def start_group(count: int, limit: float, names: list[str]) -> list[int]:
     """Fork the processes of one group; their ids."""
-    with socket.socket() as stream:
-        stream.bind(("127.0.0.1", 0))
-        port = int(stream.getsockname()[1])
-    pids: list[int] = []
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                run_rank(rank, count, port, limit, names)
-            except BaseException:  # noqa: BLE001 - a forked process must not go on as its parent
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        pids.append(pid)
-    return pids
+    return fork_ranks(count, lambda rank, port: run_rank(rank, count, port, limit, names))
 
 
 def main() -> None:
