@@ -31,10 +31,11 @@ log = logging.getLogger(__name__)
 
 
 def new_run_id(now: datetime | float | None = None) -> str:
-    """UTC time and 4 random hex digits, for example `20261129T171500Z-1a2b`. `now`: aware datetime or Unix seconds."""
+    """UTC time, for example `20261129T171500Z-1a2b`; the 4 hex digits are the fraction of the second, in 1/65536 s, so
+    that ids sort by time also within a second. `now`: aware datetime or Unix seconds."""
     if now is None or isinstance(now, int | float):
         now = datetime.fromtimestamp(time.time() if now is None else now, timezone.utc)
-    return f"{now.astimezone(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+    return f"{now.astimezone(timezone.utc):%Y%m%dT%H%M%SZ}-{now.microsecond * 65536 // 1_000_000:04x}"
 
 
 class RunFolder:

@@ -27,6 +27,9 @@ def test_run_id_is_utc_and_sorts_by_time() -> None:
     assert re.fullmatch(r"20261129T171500Z-[0-9a-f]{4}", new_run_id(berlin))
     assert new_run_id(berlin.timestamp())[:16] == "20261129T171500Z"
     assert re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{4}", new_run_id())
+    moments = [berlin + timedelta(milliseconds=part) for part in range(0, 1000, 3)]
+    ids = [new_run_id(moment) for moment in moments]
+    assert ids == sorted(set(ids)), "two runs of one second: the later one sorts last"
 
 
 def test_create_makes_the_layout_and_never_reuses_a_folder(tmp_path: Path) -> None:
