@@ -62,7 +62,7 @@ class LatentBatch(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class ValidationResult:
     """`mean` over all pictures and bands; `bands`: mean of each stratum, low noise first; `per_picture`: file to the
-    loss in each band. With `failure` set (plain words) nothing was measured and `mean` is NaN."""
+    loss in each band. With `failure` set (plain words) there is no measurement and `mean` is NaN."""
 
     mean: float
     bands: tuple[float, ...]
@@ -180,10 +180,28 @@ class StableValidation:
         )
 
     def _result(self, losses: dict[str, tuple[float, ...]], seconds: float, failure: str | None) -> ValidationResult:
+        failure = failure or self._no_numbers(losses)
         if failure is not None:
             return ValidationResult(mean=math.nan, bands=(), pictures=0, seconds=seconds, failure=failure)
         count = len(losses)
         bands = tuple(math.fsum(values) / count for values in zip(*losses.values(), strict=True))
         return ValidationResult(
             mean=math.fsum(bands) / len(bands), bands=bands, per_picture=losses, pictures=count, seconds=seconds
+        )
+
+    def _no_numbers(self, losses: Mapping[str, tuple[float, ...]]) -> str | None:
+        """What is wrong where a loss is NaN or infinite: a mean without it would not be comparable to the others."""
+        bad = [
+            f"{item.file} (timestep {self.timestep(sample_key(item.file, item.content_hash), band)})"
+            for item in self.items
+            for band, loss in enumerate(losses.get(item.file, ()))
+            if not math.isfinite(loss)
+        ]
+        if not bad:
+            return None
+        named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        return (
+            f"There is no validation loss this time: {len(bad)} of {sum(map(len, losses.values()))} losses are NaN or "
+            f"infinite, of {named}. The trained weights are checked at every step, so this is most likely a number too "
+            "large for fp16 in the frozen model: use bf16 or fp32, or look at these pictures."
         )

@@ -153,6 +153,24 @@ def test_state_is_put_back_and_failures_are_told(
     assert torch.is_grad_enabled()
 
 
+def test_a_loss_that_is_no_number_is_a_failure_that_names_the_picture(micro: SDXLModel) -> None:
+    shelf = Shelf()
+
+    def too_large(item: Picture) -> Any:
+        batch = shelf(item)
+        if item.file == "wide.png":
+            batch.mean_BCHW = batch.mean_BCHW * 1e38
+        return batch
+
+    result = validation(micro, None, loader=too_large).run()
+    assert result is not None
+    assert math.isnan(result.mean), "the mean of the other pictures would look like a change of the model"
+    assert not result.bands
+    assert "4 of 12 losses are NaN or infinite, of wide.png (timestep" in str(result.failure)
+    assert "and 1 more" in str(result.failure)
+    assert "a.png" not in str(result.failure)
+
+
 def test_the_network_matters_and_its_dropout_does_not(micro: SDXLModel, network: LoraNetwork) -> None:
     trained = bits(validation(micro, network).run())
     network.set_multiplier(0.0)
