@@ -274,6 +274,7 @@ def recovery(job: Job, place: Path) -> Job:
     off = {
         "safety": {"drop_samples": False, "ladder": False, "diagnose": False},
         "hardware": {"recheck_spikes": False},
+        "checkpoint": {"keep_best": False},  # an applied infinite norm stands in the state, which no file may hold
     }
     bare_config = with_sections(config, off)
     bare = run_with(bare_config, unprotected(fault), seed=seed, onset=onset)

@@ -116,7 +116,7 @@ def train(words: Sequence[str]) -> int:
         config_file, resolved.settings, resolved.special.get("preset"), earlier=resolved.problems
     )
     notes = [*resolved.notes, *habit_notes(resolved.used, _all_set(config_file, resolved)), *notes]
-    from .build import create_run
+    from .prepare import create_run
 
     if launched() > 1:
         return train_together(lambda: start_or_go_on(config, notes), limit_s=limit_of(config), around=_log_to)
@@ -164,6 +164,9 @@ def settings_of(words: Sequence[str]) -> TrainConfig:
 
 def _run_here(run_dir: Path, settings: Mapping[str, Any] | None = None) -> int:
     """Train a run in this process, with Ctrl-C as `stop`; `settings` are changes to a run that is resumed."""
+    from .libraries import import_libraries
+
+    import_libraries()
     from .build import resume_run, run
     from .runs.protocol import Commands, stop_on_signals
 
@@ -259,7 +262,7 @@ def _resume(run_dir: Path, resolved: Resolved) -> int:
     if not resolved.special.get("supervise"):
         return _run_here(run_dir, resolved.settings)
     if resolved.settings:
-        from .build import change_run
+        from .prepare import change_run
 
         change_run(run_dir, partial(with_settings, settings=resolved.settings))
     return _supervise(run_dir)

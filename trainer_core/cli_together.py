@@ -91,6 +91,9 @@ def resume_together(run_dir: Path, settings: Mapping[str, Any], *, around: Calla
 
 def train_together(prepare: Callable[[], Path], *, limit_s: float, around: Callable[[Path], Any]) -> int:
     """The command line's `run_together`: progress and messages in process 0. Returns the exit code."""
+    from .libraries import import_libraries
+
+    import_libraries()
     from .distributed.launch import run_together
     from .runs.protocol import Commands, stop_on_signals
 

@@ -145,6 +145,9 @@ def score_of_file(lora: Path, lesson: TeachingSet) -> Score:
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo. `args`: json (bool), seed (int), output_dir (path). Exit code 1 when training failed."""
+    from .libraries import import_libraries
+
+    import_libraries()
     import torch
 
     from .build import create_run, run

@@ -93,6 +93,9 @@ def _run(folder: RunFolder, commands: Commands, sink: LastWord, run: Run | None)
 
 def _work_of(folder: RunFolder) -> Run:
     """Training, or the other job that the folder's config asks for."""
+    from trainer_core.libraries import import_libraries
+
+    import_libraries()
     job = folder.read_config().get("job")
     if job == "preview":
         from trainer_core.preview_job import run as preview
