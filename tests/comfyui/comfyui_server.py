@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -98,15 +100,36 @@ class ComfyUI:
         self.log_path = base / "comfyui.log"
         home, python = comfyui_path(), comfyui_python()
         assert home is not None
-        command = [
+        self._command = [
             str(python), "main.py", "--cpu", "--port", str(self.port), "--base-directory", str(base),
             "--database-url", "sqlite:///:memory:", "--disable-api-nodes", "--disable-all-custom-nodes",
             "--whitelist-custom-nodes", *names, *options,
         ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=home, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        self._home = home
         self._socket: websocket.WebSocket | None = None
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                self._command, cwd=self._home, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+
+    def restart(self, how: str, seconds: float = 400) -> None:
+        """End the server and start it again, at the same address, and wait until it answers.
+
+        `how`: "exec", as the button of ComfyUI-Manager does it (the process replaces itself; needs the probe pack), or
+        the name of a signal, as a terminal (SIGINT), a service or a container (SIGTERM) does it.
+        """
+        if how == "exec":
+            self.post("/probe/restart", {})
+            self._wait_until_gone()
+        else:
+            self.process.send_signal(signal.Signals[how])
+            self.process.wait(60)
+            self.process = self._start()
+        self.wait_until_up(seconds)
 
     @property
     def output(self) -> Path:
@@ -115,6 +138,14 @@ class ComfyUI:
     @property
     def log(self) -> str:
         return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def _wait_until_gone(self) -> None:
+        """Until the process that answers now has closed its socket."""
+        assert self._socket is not None
+        self._socket.settimeout(60)
+        with contextlib.suppress(websocket.WebSocketConnectionClosedException, ConnectionError):
+            while self._socket.connected:
+                self._socket.recv()
 
     def wait_until_up(self, seconds: float = 400) -> None:
         deadline = time.monotonic() + seconds

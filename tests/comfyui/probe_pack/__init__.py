@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 from typing import Any
 
@@ -20,6 +22,14 @@ async def probe(_: web.Request) -> web.Response:
     return web.json_response(
         {"models": len(management.current_loaded_models), "modules": ours[:5], "children": children}
     )
+
+
+@PromptServer.instance.routes.post("/probe/restart")
+async def restart(_: web.Request) -> web.Response:
+    """Put a new ComfyUI into the place of this process a moment after the answer, as ComfyUI-Manager's button does."""
+    command = [sys.executable, *sys.argv]
+    asyncio.get_running_loop().call_later(0.2, os.execv, sys.executable, command)
+    return web.json_response({"restarting": command})
 
 
 class Describe:
