@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,13 @@ from . import host
 from .handles import CheckpointHandle
 
 CONTINUE, NEW = "continue", "new run"
+
+PATIENCE_S = 60.0
+"""How long Run waits for another process that still writes the run it would go on with."""
+
+_LOOK_EVERY_S = 2.0
+
+log = logging.getLogger(__name__)
 
 _NOT_TOLD = ("run.output_name", "run.output_dir")
 
@@ -38,12 +47,12 @@ def choose_run(
         return ChosenRun(_create(config, [*notes, note] if note else notes, extra), note)
     if resume is not None:
         return _from_checkpoint(config, notes, extra, resume)
-    found = core.newest_with_hash(host.output_folder(), core.config_hash(core.to_dict(config)))
+    found = _newest_of(config)
     if found is not None and found.state == "running":
         raise core.ResourceError(
             f"Run {found.run_id} of exactly these settings is still being written by another process (perhaps the "
-            "worker of a ComfyUI that was closed a moment ago). Wait until it has saved and press Run again, or set "
-            "start to 'new run'."
+            "worker of a ComfyUI that was closed a moment ago), and that has not ended within {PATIENCE_S:.0f} s. Wait "
+            "until it has saved and press Run again, or set start to 'new run'."
         )
     if found is None or not core.can_go_on(found):
         return ChosenRun(_create(config, notes, extra))
@@ -52,6 +61,22 @@ def choose_run(
         return ChosenRun(_create(config, [*notes, note], extra), note)
     note = f"Continued run {found.run_id} from step {found.step}. Set start to 'new run' to train afresh."
     return ChosenRun(found.folder, note)
+
+
+def _newest_of(config: core.TrainConfig) -> core.RunInfo | None:
+    """The newest run of these settings; one that the worker of a ComfyUI restarted just now still saves is waited for.
+
+    Cancel ends the wait, with ComfyUI's own exception.
+    """
+    wanted = core.config_hash(core.to_dict(config))
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        found = core.newest_with_hash(host.output_folder(), wanted)
+        if found is None or found.state != "running" or time.monotonic() > until:
+            return found
+        host.raise_if_interrupted()
+        log.info("run %s is still being written by another process: waiting for it to save", found.run_id)
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _from_checkpoint(

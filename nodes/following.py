@@ -80,7 +80,9 @@ def work(run_dir: Path) -> core.RunOutcome:
     return core.Supervisor(run_dir, _Display(run_dir), should_stop=host.interrupted).run()
 
 
-def follow(run_dir: Path, node_id: str, monitor_node_id: str | None = None) -> core.RunOutcome:
+def follow(
+    run_dir: Path, node_id: str, monitor_node_id: str | None = None, graph_id: str | None = None
+) -> core.RunOutcome:
     """Run the worker of `run_dir` to its end, starting it again when it dies. Cancel in ComfyUI becomes `stop`.
 
     Returns also for a cancelled run: the caller raises ComfyUI's exception once it has put the results away.
@@ -109,6 +111,7 @@ def follow(run_dir: Path, node_id: str, monitor_node_id: str | None = None) -> c
         node_id=node_id,
         transport=transport,
         monitor_node_id=monitor_node_id,
+        graph_id=graph_id,
         prompt_id=host.current_prompt(),
     )
     with live.following(run):

@@ -100,14 +100,30 @@ def current_prompt() -> str | None:
     return getattr(prompt_server(), "last_prompt_id", None)
 
 
-def queued_prompts() -> list[tuple[str, dict[str, Any]]]:
-    """(prompt id, graph) of every prompt that waits in ComfyUI's queue, in the order in which they will run."""
+def graph_id(extra_pnginfo: Any) -> str | None:
+    """The id a browser gave to its graph (`workflow.id`), from what it sends beside a prompt; None without one."""
+    workflow = extra_pnginfo.get("workflow") if isinstance(extra_pnginfo, dict) else None
+    found = workflow.get("id") if isinstance(workflow, dict) else None
+    return found if isinstance(found, str) and 0 < len(found) <= _LONGEST_ID else None
+
+
+_LONGEST_ID = 64
+
+
+def queued_prompts() -> list[tuple[str, dict[str, Any], str | None]]:
+    """(prompt id, graph, graph id) of every prompt that waits in ComfyUI's queue, in the order in which they run."""
     queue = getattr(prompt_server(), "prompt_queue", None)
     if queue is None:
         return []
     # The older call copies every graph in depth; the newer one hands out what nobody changes.
     _, waiting = (getattr(queue, "get_current_queue_volatile", None) or queue.get_current_queue)()
-    return [(str(item[1]), item[2]) for item in sorted(waiting, key=lambda item: item[0]) if isinstance(item[2], dict)]
+    in_order = [item for item in sorted(waiting, key=lambda item: item[0]) if isinstance(item[2], dict)]
+    return [(str(item[1]), item[2], graph_id(_extra_of(item).get("extra_pnginfo"))) for item in in_order]
+
+
+def _extra_of(item: Any) -> dict[str, Any]:
+    extra = item[3] if len(item) > 3 else None
+    return extra if isinstance(extra, dict) else {}
 
 
 def prompt_server() -> Any:

@@ -22,7 +22,7 @@ Event = dict[str, Any]
 """A worker event as it stands on the wire: `{v, seq, type, run_id, step, time, data}`."""
 
 Message = dict[str, Any]
-"""What subscribers and browsers get: `{run_id, node_id, monitor_node_id, event}`."""
+"""What subscribers and browsers get: `{run_id, graph_id, node_id, monitor_node_id, event}`."""
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class LiveRun:
     """A run whose worker is followed now.
 
     `node_ids`: ids of all nodes of the graph that show this run (the Train node first, then its monitor).
+    `graph_id`: the graph (workflow) they stand in, where the browser told it: another one has nodes of the same ids.
     `transport` writes a command to the worker and returns the command's id.
     """
 
@@ -52,6 +53,7 @@ class LiveRun:
     node_id: str
     transport: Callable[[str], str]
     monitor_node_id: str | None = None
+    graph_id: str | None = None
     prompt_id: str | None = None
     last_event: Event | None = None
     _answers: dict[str, Ack] = field(default_factory=dict[str, Ack])
@@ -89,6 +91,7 @@ class LiveRun:
     def message(self, event: Event) -> Message:
         return {
             "run_id": self.run_id,
+            "graph_id": self.graph_id,
             "node_id": self.node_id,
             "monitor_node_id": self.monitor_node_id,
             "event": event,

@@ -1,6 +1,6 @@
 """Sends worker events to browsers: `PromptServer.instance.send_sync("safe_scaler.event", message)`.
 
-A message is `{run_id, node_id, monitor_node_id, event}`. Steps come faster than a browser wants them: those
+A message is `{run_id, graph_id, node_id, monitor_node_id, event}`. Steps come faster than a browser wants them: those
 (`StepFinished`) of one interval travel in one message, the newest as `event` and the ones before it, oldest first, as
 `earlier` (a key that is there only when it holds something). All other events go at once, after the steps before them,
 so the order is the worker's. What is not finite arrives as null and is named under `nonfinite`

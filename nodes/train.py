@@ -97,12 +97,14 @@ class SafeScalerTrain:
         from .following import follow
 
         config, notes = compose(inputs, model, dataset, targets, monitor)
-        extra: dict[str, Any] = {"data_digest": dataset.digest}
+        nodes = [str(unique_id), *([monitor.node_id] if monitor else [])]
+        graph = host.graph_id(extra_pnginfo)
+        extra: dict[str, Any] = {"data_digest": dataset.digest, "shown_in": {"graph_id": graph, "node_ids": nodes}}
         if host.keeps_metadata() and not config.metadata.minimal:
             extra["workflow"] = (extra_pnginfo or {}).get("workflow")
         chosen = choose_run(config, notes, extra, start, resume)
         host.free_models()
-        outcome = follow(chosen.folder.path, str(unique_id), monitor.node_id if monitor else None)
+        outcome = follow(chosen.folder.path, str(unique_id), monitor.node_id if monitor else None, graph)
         lora = lora_path(chosen.folder, outcome)
         host.raise_if_interrupted()
         run = _ended(chosen.folder, outcome, lora, model)

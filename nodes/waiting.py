@@ -11,14 +11,14 @@ _NAME = 80
 
 
 def waiting_runs() -> list[dict[str, Any]]:
-    """`{prompt_id, node_id, name, steps, position, waiting_for}` of every Train node in a prompt that waits.
+    """`{prompt_id, graph_id, node_id, name, steps, position, waiting_for}` of every Train node in a prompt that waits.
 
     `position` counts the prompts before it, the running one included; `waiting_for` is the run that is going on, or
     None while another graph (or nothing of ours) is. `steps` is None where the node leaves them to the purpose.
     """
     current = next(iter(live.live_runs()), None)
     found: list[dict[str, Any]] = []
-    for position, (prompt_id, graph) in enumerate(host.queued_prompts(), start=1):
+    for position, (prompt_id, graph, graph_id) in enumerate(host.queued_prompts(), start=1):
         for node_id, node in graph.items():
             if not isinstance(node, dict) or node.get("class_type") != "SafeScalerTrain":
                 continue
@@ -27,6 +27,7 @@ def waiting_runs() -> list[dict[str, Any]]:
             found.append(
                 {
                     "prompt_id": prompt_id,
+                    "graph_id": graph_id,
                     "node_id": str(node_id),
                     "name": name[:_NAME] if isinstance(name, str) else "",
                     "steps": steps if isinstance(steps, int) and steps > 0 else None,

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Response
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Response
 
 OURS = ("/pack_under_test/", "/safe_scaler/")
 
@@ -19,12 +19,17 @@ def chromium() -> str | None:
 
 
 class ComfyPage:
-    """One browser tab. `problems` collects errors that come from the pack."""
+    """One browser tab. `problems` collects errors that come from the pack.
 
-    def __init__(self, browser: Browser, port: int, *, width: int = 1500, height: int = 1000) -> None:
+    Tabs of one `BrowserContext` share what a browser keeps for a page (ComfyUI's last graph); a `Browser` gives each an
+    own one.
+    """
+
+    def __init__(self, browser: Browser | BrowserContext, port: int, *, width: int = 1500, height: int = 1000) -> None:
         self.port = port
         self.problems: list[str] = []
-        self.page: Page = browser.new_page(viewport={"width": width, "height": height})
+        self.page: Page = browser.new_page()
+        self.page.set_viewport_size({"width": width, "height": height})
         self.page.set_default_timeout(240_000)
         self.page.on("console", self._console)
         self.page.on("pageerror", self._error)
@@ -99,6 +104,17 @@ class ComfyPage:
               return Object.fromEntries(Object.entries(made).map(([key, node]) => [key, String(node.id)]));
             }""",
             {"nodes": nodes, "links": links},
+        )
+
+    def set_train_widgets(self, **values: Any) -> None:
+        """Change widgets of the graph's Train node."""
+        self.run(
+            """(values) => {
+              const train = (app.rootGraph ?? app.graph).nodes.find((node) => node.type === "SafeScalerTrain");
+              const widget = (name) => train.widgets.find((one) => one.name === name);
+              for (const [name, value] of Object.entries(values)) widget(name).value = value;
+            }""",
+            values,
         )
 
     def show_graph(self, scale: float, x: float, y: float) -> None:

@@ -86,18 +86,6 @@ def shots(tmp_path: Path) -> Path:
     return ROOT / "docs" / "pictures" if os.environ.get("SAFE_SCALER_PICTURES") else tmp_path
 
 
-def set_widgets(page: ComfyPage, **values: Any) -> None:
-    """Change widgets of the Train node."""
-    page.run(
-        """(values) => {
-          const train = (app.rootGraph ?? app.graph).nodes.find((node) => node.type === "SafeScalerTrain");
-          const widget = (name) => train.widgets.find((one) => one.name === name);
-          for (const [name, value] of Object.entries(values)) widget(name).value = value;
-        }""",
-        values,
-    )
-
-
 def captions_are(text: str) -> str:
     return f"document.querySelector('[data-testid=safe-scaler-captions]')?.innerText.includes({text!r})"
 
@@ -114,7 +102,7 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     page.show_graph(0.62, 620, 110)
     page.open_panel()
     page.queue()
-    set_widgets(page, output_name="poisoned", steps=8, more_settings=POISON)
+    page.set_train_widgets(output_name="poisoned", steps=8, more_settings=POISON)
     page.queue()
 
     # The second run waits, in the list and in its node; captions are locked while the first one trains.

@@ -16,7 +16,9 @@ def event(kind: str, /, seq: int = 1, run_id: str = "r", step: int = 0, **data: 
 
 @pytest.fixture
 def run(part: Any, tmp_path: Path) -> Any:
-    return part("live").LiveRun("r", tmp_path, "4", lambda cmd: f"id-{cmd}", monitor_node_id="5", prompt_id="p")
+    return part("live").LiveRun(
+        "r", tmp_path, "4", lambda cmd: f"id-{cmd}", monitor_node_id="5", graph_id="g", prompt_id="p"
+    )
 
 
 def test_a_run_is_live_while_it_is_followed(part: Any, run: Any) -> None:
@@ -66,7 +68,8 @@ def test_a_failing_subscriber_ends_nothing(part: Any, run: Any, caplog: pytest.L
     for end in ends:
         end()
     assert [message["event"]["data"]["message"] for message in got] == ["y", "z"]
-    assert got[0] | {"event": None} == {"run_id": "r", "node_id": "4", "monitor_node_id": "5", "event": None}
+    place = {"run_id": "r", "graph_id": "g", "node_id": "4", "monitor_node_id": "5"}
+    assert got[0] | {"event": None} == place | {"event": None}
     assert "a subscriber failed on Warned of run r" in caplog.text
 
 
@@ -180,19 +183,28 @@ class Queue:
         return [(0, "running", {"9": {"class_type": "SafeScalerTrain", "inputs": {}}}, {}, [])], self.waiting
 
 
+def test_the_id_of_a_graph_is_taken_from_what_the_browser_sends_beside_it(part: Any) -> None:
+    graph_id = part("host").graph_id
+    assert graph_id({"workflow": {"id": "2daa6570-7a9c"}}) == "2daa6570-7a9c"
+    for nothing in (None, {}, [], {"workflow": None}, {"workflow": {"id": 7}}, {"workflow": {"id": "x" * 65}}):
+        assert graph_id(nothing) is None
+
+
 def test_runs_that_wait_in_comfyuis_queue(part: Any, run: Any, comfyui: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     train = {"class_type": "SafeScalerTrain", "inputs": {"output_name": "cat" * 100, "steps": 400}}
     linked = {"class_type": "SafeScalerTrain", "inputs": {"output_name": ["2", 0], "steps": 0}}
+    browser = {"extra_pnginfo": {"workflow": {"id": "g"}}}
     queue = Queue((7, "late", {"4": linked, "5": {"class_type": "KSampler", "inputs": {}}}, {}, []),
-                  (3, "soon", {"4": train, "junk": None}, {}, []))  # fmt: skip
+                  (3, "soon", {"4": train, "junk": None}, browser, []))  # fmt: skip
     server = type("Server", (), {"prompt_queue": queue})()
     monkeypatch.setattr(part("host"), "prompt_server", lambda: server)
     waiting = part("waiting").waiting_runs
     with part("live").following(run):
         assert waiting() == [
-            {"prompt_id": "soon", "node_id": "4", "name": ("cat" * 100)[:80], "steps": 400, "position": 1,
+            {"prompt_id": "soon", "graph_id": "g", "node_id": "4", "name": ("cat" * 100)[:80], "steps": 400,
+             "position": 1, "waiting_for": "r"},
+            {"prompt_id": "late", "graph_id": None, "node_id": "4", "name": "", "steps": None, "position": 2,
              "waiting_for": "r"},
-            {"prompt_id": "late", "node_id": "4", "name": "", "steps": None, "position": 2, "waiting_for": "r"},
         ]  # fmt: skip
     assert waiting()[0]["waiting_for"] is None
     monkeypatch.setattr(part("host"), "prompt_server", lambda: None)

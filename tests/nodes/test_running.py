@@ -76,12 +76,32 @@ def unfinished(part: Any, core: Any, config: Any, monkeypatch: pytest.MonkeyPatc
 def test_a_run_that_another_process_still_writes_is_waited_for(
     part: Any, core: Any, unfinished: Any, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A ComfyUI that was restarted: its old worker saves for some seconds, and Run is pressed meanwhile."""
     from dataclasses import replace
 
+    choosing = part("choosing")
+    monkeypatch.setattr(choosing, "_LOOK_EVERY_S", 0.001)
     running = replace(unfinished, state="running")
+    states = iter([running, running, unfinished])
+    monkeypatch.setattr(core, "newest_with_hash", lambda *_: next(states))
+    chosen = choosing.choose_run(config, [], {"data_digest": "d"}, "continue", None)
+    assert chosen.folder.path == unfinished.folder.path
     monkeypatch.setattr(core, "newest_with_hash", lambda *_: running)
+    monkeypatch.setattr(choosing, "PATIENCE_S", 0.01)
     with pytest.raises(core.ResourceError, match="still being written by another process"):
+        choosing.choose_run(config, [], {"data_digest": "d"}, "continue", None)
+
+
+def test_cancel_ends_the_wait_for_another_process(
+    part: Any, core: Any, comfyui: Any, unfinished: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setattr(core, "newest_with_hash", lambda *_: replace(unfinished, state="running"))
+    monkeypatch.setattr(comfyui, "interrupted", True)
+    with pytest.raises(Exception, match="^$") as raised:
         part("choosing").choose_run(config, [], {"data_digest": "d"}, "continue", None)
+    assert type(raised.value).__name__ == "Interrupted"
 
 
 def test_the_interrupted_run_of_the_same_settings_goes_on(part: Any, unfinished: Any, config: Any) -> None:

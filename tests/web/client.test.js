@@ -70,6 +70,86 @@ test("the steps of one message are folded in order, and nodes find their run", a
   assert.equal(client.runOfNode(3), client.current);
 });
 
+test("a node of another graph with the same id does not show the run", async () => {
+  const { client, emit } = setUp({ "GET /runs": { runs: [{ ...LISTED, node_ids: [] }] } });
+  client.graphOf = () => "mine";
+  client.start();
+  await settle();
+  emit(message(stepFinished(11, 4), { graph_id: "another" }));
+  assert.equal(client.runOfNode(5), null);
+  emit(message(stepFinished(12, 5), { graph_id: "mine" }));
+  assert.equal(client.runOfNode(5), client.current);
+  client.graphOf = () => "third";
+  assert.equal(client.runOfNode(5), null);
+  emit(message(stepFinished(13, 6))); // a prompt by API: its graph is not known
+  assert.equal(client.runOfNode(5), client.current);
+});
+
+test("a page that is opened later shows a node's last run, also one that is over", async () => {
+  const older = { ...LISTED, run_id: "20261128T000000Z-0000", state: "finished", live: false, graph_id: "mine" };
+  const stopped = { ...LISTED, state: "stopped", live: false, graph_id: "mine" };
+  const { client, given } = setUp({ "GET /runs": { runs: [stopped, older] } });
+  const seen = snapshot();
+  seen.run = { ...seen.run, ...stopped };
+  given[`GET /runs/${RUN}/snapshot`] = seen;
+  client.graphOf = () => "mine";
+  client.start();
+  await settle();
+  assert.deepEqual([client.runOfNode(5).run.run_id, client.runOfNode(5).run.state], [RUN, "stopped"]);
+  given["GET /runs"] = { runs: [older] };
+  await client.refreshRuns();
+  assert.equal(client.runOfNode(5).run.run_id, older.run_id); // the newer one was deleted
+  assert.equal(client.runOfNode(5).run.state, "finished");
+});
+
+test("a queued run is shown in its own graph alone", async () => {
+  const one = { prompt_id: "p", graph_id: "mine", node_id: "4", name: "dog", steps: 4, position: 1, waiting_for: null };
+  const { client } = setUp({ "GET /runs": { runs: [LISTED], waiting: [one] } });
+  client.start();
+  await settle();
+  client.graphOf = () => "mine";
+  assert.deepEqual(client.waitingOfNode(4), one);
+  client.graphOf = () => "another";
+  assert.equal(client.waitingOfNode(4), null);
+});
+
+test("a run that goes on is running in every tab before its worker says a word", async () => {
+  const stopped = snapshot();
+  stopped.run.state = "stopped";
+  const { client, given, pass } = setUp({ "GET /runs": { runs: [{ ...LISTED, state: "stopped" }] } });
+  given[`GET /runs/${RUN}/snapshot`] = stopped;
+  client.start();
+  await settle();
+  assert.equal(client.current.run.state, "stopped");
+  given["GET /runs"] = { runs: [LISTED] };
+  given[`GET /runs/${RUN}/snapshot`] = snapshot({ phase: null });
+  pass(6000);
+  await client._poll();
+  await settle();
+  assert.equal(client.current.run.state, "running");
+});
+
+test("a server that is gone is asked for the list alone, every five seconds", async () => {
+  const { client, given, asked, pass } = setUp();
+  client.start();
+  await settle();
+  pass(6000);
+  const fails = () => { throw new Error("Failed to fetch"); };
+  given["GET /runs"] = fails;
+  given[`GET /runs/${RUN}/updates`] = fails;
+  const before = asked.length;
+  for (let second = 0; second < 20; second += 1) {
+    await client._poll();
+    pass(1000);
+  }
+  assert.equal(client.down, true);
+  assert.deepEqual(asked.slice(before).map(([, path]) => path), ["/runs", "/runs", "/runs", "/runs"]);
+  given["GET /runs"] = { runs: [LISTED] };
+  given[`GET /runs/${RUN}/updates`] = { run: LISTED, events: [], health: { step: null, rows: [], norms: {} }, more: false };
+  await client._poll();
+  assert.equal(client.down, false);
+});
+
 test("lost messages bring a new snapshot", async () => {
   const { client, emit, asked, given, pass } = setUp();
   client.start();

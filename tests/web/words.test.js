@@ -3,10 +3,12 @@ import { test } from "node:test";
 
 import { Alerts } from "../../web/js/alerts.js";
 import { readReply, shortName } from "../../web/js/comfy_host.js";
+import { isPast } from "../../web/js/controls.js";
 import { bareName, bytes, clock, duration, memory, number, plural, tick } from "../../web/js/format.js";
 import { byPrompt } from "../../web/js/gallery.js";
 import { waitingWords } from "../../web/js/run_picker.js";
 import { groupName, phaseWords, sentence, stateWord, tone, verdictWord, withoutPaths } from "../../web/js/sentences.js";
+import { messageOf } from "../../web/js/status_card.js";
 import { progressWords } from "../../web/js/train_widget.js";
 import { event, runFinished, stepFinished, stepRejected } from "./events.mjs";
 
@@ -56,6 +58,7 @@ test("each kind of event has its sentence", () => {
   assert.match(sentence(runFinished(1, 5, "stopped")).text, /can be resumed/);
   assert.equal(sentence(stepFinished(1, 1)), null);
   assert.equal(told("Heartbeat", {}), null);
+  assert.equal(told("PreviewReady", { prompt: "a cat" }), null); // the gallery shows it; a snapshot's log has none
   assert.equal(phaseWords({ phase: "caching", done: 3, total: 9 }), "Preparing pictures and captions 3 of 9");
   assert.deepEqual([stateWord("running", true), stateWord("interrupted")], ["Paused", "Interrupted"]);
   const verdicts = ["HEALTHY", "warning", "EXPLODING", "info", "NON-FINITE", "TE1-DEAD", "CLIP-SATURATED", "IMBALANCED"];
@@ -114,6 +117,28 @@ test("what a queued run waits for, and for how long", () => {
   assert.equal(waitingWords({ ...one, waiting_for: null }, client), "Waiting for its turn · 400 steps");
 });
 
+test("how to go on with a stopped run, in the words of the place", () => {
+  const message = "Stopped after step 5 of 20 (5 applied). Go on with: safe-scaler resume 20261129T171500Z-1a2b";
+  const run = { state: "stopped", step: 5, message, lora: "out/cat-step00000005.safetensors" };
+  const lora = "LoRA: cat-step00000005.safetensors";
+  assert.equal(messageOf(run), `${message} ${lora}`);
+  assert.equal(messageOf(run, "Press Run."), `Stopped after step 5 of 20 (5 applied). Press Run. ${lora}`);
+  assert.equal(messageOf({ ...run, state: "interrupted" }, "Press Run."), `The run ended without a last word. Press Run. ${lora}`);
+  assert.equal(messageOf({ ...run, state: "finished" }, "Press Run."), lora);
+  assert.equal(messageOf({ state: "failed", step: 5, message: "Out of memory." }, "Press Run."), "Out of memory.");
+});
+
+test("an answer to a button stands no longer than it is true", () => {
+  const told = (cmd, ok = true) => ({ cmd, ok, at: 0 });
+  assert.equal(isPast(told("pause"), true, 100), false);
+  assert.equal(isPast(told("pause"), false, 100), true); // somebody else let it go on
+  assert.equal(isPast(told("resume"), false, 100), false);
+  assert.equal(isPast(told("resume"), true, 100), true);
+  assert.equal(isPast(told("save"), false, 11_000), true);
+  assert.equal(isPast(told("stop"), false, 60_000), false);
+  assert.equal(isPast(told("save", false), false, 60_000), false);
+});
+
 test("the line in the Train node", () => {
   const client = { runs: [], states: new Map() };
   const run = { run_id: "r1", state: "running", step: 120, total_steps: 400 };
@@ -125,6 +150,8 @@ test("the line in the Train node", () => {
   assert.equal(progressWords(caching, null, client), "Preparing pictures and captions 2 of 9 · step 0 of 400");
   const previewing = { ...state, phase: { phase: "previewing", done: 0, total: 1 } };
   assert.equal(progressWords(previewing, null, client), "step 120 of 400 · 12 min left · loss 0.0812 · Making preview pictures 0 of 1");
+  const stopped = { ...state, run: { ...run, state: "stopped" }, phase: null };
+  assert.equal(progressWords(stopped, null, client), "Stopped · step 120 of 400 · Run goes on from there · loss 0.0812");
   const over = { ...state, run: { ...run, state: "finished", step: 400 }, phase: null };
   assert.equal(progressWords(over, null, client), "Finished · step 400 of 400 · loss 0.0812");
   const queued = { prompt_id: "p", node_id: "4", name: "dog", steps: 400, position: 1, waiting_for: null };

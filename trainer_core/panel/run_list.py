@@ -76,16 +76,16 @@ def _changed(path: Path) -> float:
 
 def facts(info: RunInfo, followed: object | None = None, *, paused: bool = False) -> dict[str, Any]:
     """One line of the run list, safe for JSON. `followed`: the run as this program follows it, if it does."""
-    name = ""
-    if not info.problem:
-        name = str(info.folder.read_config().get("config", {}).get("run", {}).get("output_name", ""))
+    stored = {} if info.problem else info.folder.read_config()
+    graph, nodes = _shown_in(stored, followed)
     state = "running" if _is_starting(info, followed) else info.state
     return {
         "run_id": info.run_id,
-        "name": name,
+        "name": str(stored.get("config", {}).get("run", {}).get("output_name", "")),
         "state": state,
         "live": followed is not None,
-        "node_ids": list(getattr(followed, "node_ids", ())),
+        "graph_id": graph,
+        "node_ids": nodes,
         "paused": paused and state == "running",
         "step": info.step,
         "total_steps": info.total_steps,
@@ -93,6 +93,16 @@ def facts(info: RunInfo, followed: object | None = None, *, paused: bool = False
         "message": _unplaced(info.message, info),
         "problem": _unplaced(info.problem, info),
     }
+
+
+def _shown_in(stored: dict[str, Any], followed: object | None) -> tuple[str | None, list[str]]:
+    """The graph and the nodes in it that show a run: those that follow it now, else those it was begun from."""
+    if followed is not None:
+        return getattr(followed, "graph_id", None), [str(node) for node in getattr(followed, "node_ids", ())]
+    kept = stored.get("shown_in")
+    found: dict[str, Any] = kept if isinstance(kept, dict) else {}
+    graph, nodes = found.get("graph_id"), found.get("node_ids")
+    return graph if isinstance(graph, str) else None, [str(node) for node in nodes] if isinstance(nodes, list) else []
 
 
 def _is_starting(info: RunInfo, followed: object | None) -> bool:

@@ -51,13 +51,14 @@ def _recorded(record: RunRecord, run: Row, points: int) -> Row:
     summary = record.summary()
     if summary["lora"]:
         summary["lora"] = bare_name(summary["lora"])
-    phases = record.events("PhaseChanged")
+    phases = record.events("PhaseChanged", "RunFinished")
+    ended = bool(phases) and phases[-1]["type"] == "RunFinished"  # a run that goes on has not said its phase yet
     memory = record.events("MemoryState")
     # The state knows of the lock (running, interrupted); the summary only of the last word.
     keep = ("step", "total_steps", "started", "message")
     return {
         "run": {**summary, **run, **{key: summary[key] for key in keep if summary[key]}},
-        "phase": phases[-1]["data"] if phases else None,
+        "phase": phases[-1]["data"] if phases and not ended else None,
         "curves": record.curves(points),
         "validation": [_only(row, "step", "mean", "bands", "pictures", "seconds") for row in record.validation()],
         "previews": [preview_facts(row) for row in record.previews()],

@@ -6,7 +6,7 @@
  * `request` rejects with an Error that carries `status` for an answer that is no success.
  */
 
-import { apply, foldHealth, fromSnapshot, newRun } from "./store.js";
+import { apply, foldHealth, fromListed, fromSnapshot, newRun } from "./store.js";
 
 const LIST_MS = 5000;
 const SILENT_MS = 3000;
@@ -25,7 +25,10 @@ export class PanelClient {
     this.hasDataSets = false;
     this.selected = null;
     this.states = new Map();
-    this.nodeRuns = new Map();
+    /** Which graph the page shows now: its id, or null where there is none. */
+    this.graphOf = () => null;
+    this.nodeRuns = new Map(); // node in its graph -> {graph, node, runId, told}
+    this.down = false;
     this.intervalMs = 250;
     this.problem = "";
     this.lastPing = null;
@@ -68,12 +71,31 @@ export class PanelClient {
     return this.selected === null ? null : (this.states.get(this.selected) ?? null);
   }
 
-  /** The run that a node shows: the newest whose events named that node. */
+  /** The run that a node of the page's graph shows: the one it trains, else the newest that it began; null without. */
   runOfNode(nodeId) {
-    // Inside a subgraph the server's id is `7:3`, the node's own is 3.
-    const inside = [...this.nodeRuns.keys()].find((key) => key.endsWith(`:${nodeId}`));
-    const runId = this.nodeRuns.get(String(nodeId)) ?? this.nodeRuns.get(inside);
-    return runId === undefined ? null : (this.states.get(runId) ?? null);
+    const graph = this.graphOf();
+    let found = null;
+    for (const one of this.nodeRuns.values()) {
+      if (!isNode(one, graph, nodeId)) continue;
+      if (found === null || Number(one.told) - Number(found.told) > 0 || (one.told === found.told && one.runId > found.runId)) {
+        found = one;
+      }
+    }
+    if (found === null) return null;
+    if (!this.states.has(found.runId) && !this._waiting.has(found.runId)) {
+      const listed = this.runs.find((run) => run.run_id === found.runId);
+      if (listed) {
+        this.states.set(found.runId, fromListed(listed));
+        this.load(found.runId);
+      }
+    }
+    return this.states.get(found.runId) ?? null;
+  }
+
+  /** The queued run of a node of the page's graph, or null. */
+  waitingOfNode(nodeId) {
+    const graph = this.graphOf();
+    return this.waiting.find((one) => isNode({ graph: one.graph_id ?? null, node: one.node_id }, graph, nodeId)) ?? null;
   }
 
   /** Whether the server has been heard of lately; null while there has been no heartbeat at all. */
@@ -81,12 +103,12 @@ export class PanelClient {
     return this.lastPing === null ? null : this.now() - this.lastPing < PING_MS;
   }
 
-  /** One message of the socket: `{run_id, node_id, monitor_node_id, event, earlier?}`. */
+  /** One message of the socket: `{run_id, graph_id, node_id, monitor_node_id, event, earlier?}`. */
   take(message) {
     if (!message || typeof message.run_id !== "string" || !message.event) return;
     const { run_id: runId } = message;
     for (const node of [message.node_id, message.monitor_node_id]) {
-      if (node) this.nodeRuns.set(String(node), runId);
+      if (node) this._place(message.graph_id, node, runId, true);
     }
     this._lastEvent.set(runId, this.now());
     if (!this.runs.some((run) => run.run_id === runId)) this._nextList = 0;
@@ -126,6 +148,7 @@ export class PanelClient {
       const snapshot = await this.transport.request("GET", `/runs/${encodeURIComponent(runId)}/snapshot`);
       this.states.set(runId, fromSnapshot(snapshot));
       this.problem = "";
+      this.down = false;
     } catch (error) {
       this._failed(error, runId);
     }
@@ -139,8 +162,7 @@ export class PanelClient {
   async resync() {
     this.lastPing = this.now();
     await this.refreshRuns();
-    const wanted = new Set([this.selected, ...this.nodeRuns.values()]);
-    await Promise.all([...wanted].filter((runId) => runId !== null).map((runId) => this.load(runId)));
+    await Promise.all([...this._shown()].map((runId) => this.load(runId)));
   }
 
   async refreshRuns() {
@@ -150,9 +172,13 @@ export class PanelClient {
       this.waiting = waiting ?? [];
       this.runsLoaded = true;
       this.problem = "";
+      this.down = false;
+      this._placeListed(runs);
       for (const run of runs) {
-        for (const node of run.node_ids) this.nodeRuns.set(String(node), run.run_id);
         const state = this.states.get(run.run_id);
+        // Nothing has been heard of its worker yet: a run that goes on, in this tab or in another one.
+        const silent = state?.loaded && state.run.state !== "running" && run.state === "running";
+        if (silent && this.now() - (this._lastSnapshot.get(run.run_id) ?? -Infinity) > RESYNC_MS) this.load(run.run_id);
         // A run that died says nothing; the list knows.
         if (state && state.run.state === "running" && run.state !== "running") state.run.state = run.state;
         if (state) state.run.live = run.live;
@@ -223,6 +249,34 @@ export class PanelClient {
     return answer;
   }
 
+  /** Runs that something on the page shows. */
+  _shown() {
+    const placed = [...this.nodeRuns.values()].map((one) => one.runId).filter((runId) => this.states.has(runId));
+    return new Set([this.selected, ...placed].filter((runId) => runId !== null));
+  }
+
+  /** Note that a node shows a run. `told`: by an event of it, or because it is followed now; not by the list alone. */
+  _place(graphId, nodeId, runId, told) {
+    const graph = graphId ?? null;
+    const node = String(nodeId);
+    this.nodeRuns.set(`${graph ?? ""}/${node}`, { graph, node, runId, told });
+  }
+
+  _placeListed(runs) {
+    const known = new Set(runs.map((run) => run.run_id));
+    for (const [key, { runId }] of this.nodeRuns) {
+      if (!known.has(runId) && this.states.get(runId)?.run.state !== "running") this.nodeRuns.delete(key);
+    }
+    for (const run of runs) {
+      for (const node of run.node_ids) {
+        const before = this.nodeRuns.get(`${run.graph_id ?? ""}/${node}`);
+        if (run.live || !before || (!before.told && before.runId < run.run_id)) {
+          this._place(run.graph_id, node, run.run_id, run.live);
+        }
+      }
+    }
+  }
+
   _fold(runId, events) {
     const state = this.states.get(runId);
     for (const event of events) {
@@ -262,8 +316,9 @@ export class PanelClient {
       this._nextList = now + LIST_MS;
       await this.refreshRuns();
     }
-    for (const runId of new Set([this.selected, ...this.nodeRuns.values()])) {
-      const state = runId === null ? null : this.states.get(runId);
+    if (this.down) return; // one request at a time until it answers
+    for (const runId of this._shown()) {
+      const state = this.states.get(runId);
       if (!state || !state.loaded || state.run.state !== "running" || this._waiting.has(runId)) continue;
       const silent = now - (this._lastEvent.get(runId) ?? -Infinity) > SILENT_MS;
       const age = now - (this._lastUpdate.get(runId) ?? -Infinity);
@@ -297,7 +352,15 @@ export class PanelClient {
       if (this.selected === runId) this.selected = null;
     } else {
       this.problem = error.message;
+      this.down = error.status === undefined || error.status >= 500;
     }
     this.version += 1;
   }
+}
+
+/** Whether `nodeId` of the graph `graph` is meant. Who does not know its graph (a prompt by API) means any. */
+function isNode(one, graph, nodeId) {
+  if (one.graph !== null && graph !== null && one.graph !== graph) return false;
+  // Inside a subgraph the server's id is `7:3`, the node's own is 3.
+  return one.node === String(nodeId) || one.node.endsWith(`:${nodeId}`);
 }

@@ -66,6 +66,7 @@ export function comfyEnvironment(app, api) {
         headers: { "Content-Type": "application/json" },
         body: JSON.stringify({ delete: [prompt] }),
       }),
+    goOn: "Press Run with the same graph to go on from there.",
     gpus: () => gpus.list(),
   };
 }

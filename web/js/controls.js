@@ -14,6 +14,7 @@ export class Controls {
     this.client = client;
     this.env = env;
     this.busy = new Set();
+    this.told = null;
     this.buttons = new Map(BUTTONS.map((button) => [button.cmd, this.#button(button)]));
     this.report = h("a", { class: "ss-button", target: "_blank", rel: "noopener", text: "Report" });
     this.answer = h("span", { class: "ss-answer", role: "status", "aria-live": "polite" });
@@ -24,19 +25,20 @@ export class Controls {
   update(state) {
     const { run } = state;
     const running = state.loaded && run.state === "running";
-    if (this.runId !== run.run_id || this.running !== running) setText(this.answer, "");
+    const other = this.runId !== run.run_id || this.running !== running;
+    if (other || (this.told !== null && isPast(this.told, state.paused, Date.now()))) this.#say(null);
     this.runId = run.run_id;
     this.running = running;
     this.paused = state.paused;
     for (const [cmd, button] of this.buttons) {
       button.hidden = !running;
       // Another program's run takes no commands here, but it can be stopped.
-      attribute(button, "disabled", this.busy.has(cmd) || (!run.live && cmd !== "stop"));
+      attribute(button, "disabled", this.busy.has(cmd) || this.client.down || (!run.live && cmd !== "stop"));
     }
     setText(this.buttons.get("pause"), state.paused ? "Go on" : "Pause");
     this.report.hidden = !state.loaded || running || run.state === "interrupted";
     attribute(this.report, "href", this.env.reportUrl(run.run_id));
-    if (running && !run.live && this.answer.textContent === "") {
+    if (running && !run.live && this.told === null) {
       setText(this.answer, "Started by another program: here it can be watched and stopped.");
     }
   }
@@ -50,8 +52,13 @@ export class Controls {
     this.busy.add(cmd);
     const answer = await this.client.command(this.runId, asked);
     this.busy.delete(cmd);
-    setText(this.answer, answer.ok ? WORDS[asked] : answer.message);
-    this.answer.classList.toggle("ss-bad", !answer.ok);
+    this.#say({ cmd: asked, ok: answer.ok, words: answer.ok ? WORDS[asked] : answer.message, at: Date.now() });
+  }
+
+  #say(told) {
+    this.told = told;
+    setText(this.answer, told?.words ?? "");
+    this.answer.classList.toggle("ss-bad", told !== null && !told.ok);
   }
 
   #button({ cmd, label, help }) {
@@ -60,6 +67,15 @@ export class Controls {
       "data-testid": `safe-scaler-${cmd}`, on: { click: () => this.send(cmd) },
     }); // prettier-ignore
   }
+}
+
+const TOLD_MS = 10_000;
+
+/** Whether an answer says nothing about the present any more: it is old, or another tab has asked the contrary. */
+export function isPast({ cmd, ok, at }, paused, now) {
+  if (!ok || cmd === "stop") return false; // an error stands until the next one; a stop until the run has ended
+  const contrary = (cmd === "pause" && !paused) || (cmd === "resume" && paused);
+  return contrary || now - at > TOLD_MS;
 }
 
 const WORDS = {

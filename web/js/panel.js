@@ -14,7 +14,7 @@ import { StatusCard } from "./status_card.js";
 
 /**
  * Put the panel into `host`. `env`: `{settings, confirm, notify, pictureUrl(runId, previewId), reportUrl(runId),
- * captionPictureUrl(dataSetId, key), removeWaiting(promptId) or null, gpus()}`.
+ * captionPictureUrl(dataSetId, key), removeWaiting(promptId) or null, goOn: how to go on with a run, gpus()}`.
  * Returns a function that takes it away again.
  */
 export function mountPanel(host, client, env) {
@@ -147,7 +147,8 @@ class Panel {
 
   #drawNotice() {
     const { client } = this;
-    let words = client.problem ? `The server did not answer: ${client.problem}` : "";
+    let words = client.problem ? `The server answered: ${client.problem}` : "";
+    if (client.down) words = "The server does not answer; perhaps it is being started anew. Trying again…";
     if (client.connected === false) words = "Nothing heard from the server for a while. Trying again…";
     this.notice.hidden = words === "";
     setText(this.notice, words);

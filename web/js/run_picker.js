@@ -93,7 +93,8 @@ export class RunPicker {
     setText(sign, SIGNS[state] ?? "?");
     setText(name, run.name || run.run_id);
     const progress = run.total_steps ? `${step} of ${run.total_steps} steps` : plural(step, "step");
-    setText(facts, `${stateWord(state)} · ${progress}${run.started ? ` · ${clock(run.started)}` : ""}`);
+    const left = state === "running" && known?.last?.eta_seconds ? ` · ${duration(known.last.eta_seconds)} left` : "";
+    setText(facts, `${stateWord(state)} · ${progress}${left}${run.started ? ` · ${clock(run.started)}` : ""}`);
     attribute(choose, "title", run.problem ? run.problem : `Run ${run.run_id}`);
     remove.hidden = state === "running";
   }

@@ -102,6 +102,7 @@ app.registerExtension({
         unmount = mounted = null;
       },
     });
+    client.graphOf = () => (app.rootGraph ?? app.graph)?.id ?? null;
     client.start();
     window.safeScaler = { client, ready: true };
   },

@@ -42,7 +42,6 @@ const TELL = {
   },
   Intervention: (data) => line("warn", capital(`${data.action}${data.reason ? ` (${data.reason})` : ""}.`)),
   ValidationFinished: (data) => line("note", `Validation loss ${number(data.validation_loss)}.`),
-  PreviewReady: (data) => line("note", `New preview picture: ${data.prompt}`),
   CheckpointSaved: (data) => line("good", `Checkpoint ${data.name} saved (${bytes(data.bytes)}).`),
   LoraSaved: (data) => {
     const what = data.final ? "The finished LoRA" : "LoRA";
@@ -86,6 +85,11 @@ export function phaseWords(phase) {
 
 export function stateWord(state, paused = false) {
   return paused && state === "running" ? "Paused" : (STATES[state] ?? state);
+}
+
+/** Whether the Train node goes on with a run when its graph is queued again with the same settings and pictures. */
+export function canGoOn(run) {
+  return (run.state === "stopped" || run.state === "interrupted") && run.step > 0;
 }
 
 export function partName(part) {

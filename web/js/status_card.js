@@ -2,7 +2,7 @@
 
 import { attribute, h, keyed, setText } from "./dom.js";
 import { bareName, bytes, duration, memory, number } from "./format.js";
-import { phaseWords, stateWord, withoutPaths } from "./sentences.js";
+import { canGoOn, phaseWords, stateWord, withoutPaths } from "./sentences.js";
 
 export class StatusCard {
   constructor(env) {
@@ -34,7 +34,7 @@ export class StatusCard {
     setText(this.badge, state.loaded ? stateWord(run.state, state.paused) : "Loading");
     this.badge.className = `ss-badge ss-badge-${state.paused ? "paused" : run.state}`;
     this.#progress(state);
-    const words = run.problem || (run.state === "running" ? "" : messageOf(run));
+    const words = run.problem || (run.state === "running" ? "" : messageOf(run, this.env.goOn));
     this.message.hidden = words === "";
     setText(this.message, words);
     this.#figures(state);
@@ -119,11 +119,14 @@ function fillBar(element, gpu) {
   setText(words, `${bytes(used, true)} of ${bytes(gpu.total, true)}`);
 }
 
-function messageOf(run) {
+/** What came of a run. `goOn`: how to go on here, in place of the command line's own words; empty: those. */
+export function messageOf(run, goOn = "") {
   const result = run.lora ? `LoRA: ${bareName(run.lora)}` : "";
   if (run.state === "finished") return result;
-  if (run.state === "interrupted") return "The run ended without a last word. It can be resumed from its newest checkpoint.";
-  return [withoutPaths(run.message ?? ""), result].filter(Boolean).join(" ");
+  let told = withoutPaths(run.message ?? "");
+  if (run.state === "interrupted") told = `The run ended without a last word.${goOn ? "" : " It can be resumed from its newest checkpoint."}`;
+  if (goOn) told = told.replace(/\s*Go on with: safe-scaler resume \S+/, "");
+  return [told, goOn && canGoOn(run) ? goOn : "", result].filter(Boolean).join(" ");
 }
 
 function inUse(gib, state, unit) {

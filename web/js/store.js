@@ -34,6 +34,14 @@ export function newRun(runId) {
   };
 }
 
+/** What a line of the run list tells, until the snapshot is there. */
+export function fromListed(listed) {
+  const state = newRun(listed.run_id);
+  Object.assign(state.run, listed);
+  state.paused = Boolean(listed.paused);
+  return state;
+}
+
 /** The state a snapshot describes. */
 export function fromSnapshot(snapshot) {
   const state = newRun(snapshot.run.run_id);

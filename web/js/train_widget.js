@@ -3,7 +3,7 @@
 import { attribute, h, isDark, loadStyles, setText } from "./dom.js";
 import { duration, number } from "./format.js";
 import { waitingWords } from "./run_picker.js";
-import { phaseWords, stateWord } from "./sentences.js";
+import { canGoOn, phaseWords, stateWord } from "./sentences.js";
 
 const HEIGHT = 54; // ComfyUI takes ten pixels of it above and below
 const EVERY_MS = 1000;
@@ -28,7 +28,7 @@ export function addTrainWidget(node, client) {
     if (document.hidden || !root.isConnected) return;
     root.dataset.theme = isDark(root) ? "dark" : "light";
     const state = client.runOfNode(node.id);
-    setText(words, progressWords(state, waitingOf(node.id, client), client));
+    setText(words, progressWords(state, client.waitingOfNode(node.id), client));
     attribute(words, "title", words.textContent);
     const total = state?.run.total_steps || 0;
     fill.style.width = `${total > 0 ? ((100 * Math.min(state.run.step, total)) / total).toFixed(1) : 0}%`;
@@ -50,11 +50,6 @@ export function addTrainWidget(node, client) {
   };
 }
 
-/** The queued run of a node, if any. */
-function waitingOf(nodeId, client) {
-  return client.waiting.find((one) => one.node_id === String(nodeId) || one.node_id.endsWith(`:${nodeId}`)) ?? null;
-}
-
 /** What the line says of a run (or null) and of a queued one (or null). */
 export function progressWords(state, waiting, client) {
   const running = state !== null && state.run.state === "running";
@@ -67,6 +62,7 @@ export function progressWords(state, waiting, client) {
   if (doing && run.step === 0) parts.push(doing);
   if (run.total_steps) parts.push(`step ${run.step} of ${run.total_steps}`);
   if (running && last?.eta_seconds) parts.push(`${duration(last.eta_seconds)} left`);
+  if (canGoOn(run)) parts.push("Run goes on from there");
   const loss = last?.loss_avg ?? run.loss_avg;
   if (typeof loss === "number") parts.push(`loss ${number(loss)}`);
   if (doing && run.step > 0) parts.push(doing); // last: the line is cut off on the right

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from trainer_core.events import to_wire
 from trainer_core.panel.api import PanelApi
 from trainer_core.panel.exchange import MAX_BODY, Reply, Request
 from trainer_core.runs.database import RunDatabase
@@ -84,8 +85,6 @@ def test_a_run_that_changed_is_read_again(tmp_path: Path) -> None:
     with folder.lock():
         assert get(panel, f"/runs/{RUN}").data["state"] == "running"
         with RunDatabase(folder.database_path) as database:
-            from trainer_core.events import to_wire
-
             database(to_wire(runs.finished(), seq=database.last_seq() + 1, run_id=RUN))
     assert get(panel, f"/runs/{RUN}").data["state"] == "finished"
 
@@ -124,11 +123,39 @@ def test_a_snapshot_tells_the_whole_run(tmp_path: Path) -> None:
     assert data["health"]["step"] == 10
     assert [row["module"] for row in data["health"]["rows"]] == ["te1", "unet.down"]
     assert data["health"]["norms"]["unet.down"] == [[8, 0.4], [10, 0.5]]
-    assert data["phase"]["phase"] == "training"
+    assert data["phase"] is None
     assert data["events"][5]["data"]["message"] == "lora/cat.safetensors could not be written"
     text = reply.body().decode()
     assert "somebody" not in text
     assert str(tmp_path) not in text
+
+
+def test_a_run_that_goes_on_has_no_phase_of_its_last_attempt(tmp_path: Path) -> None:
+    """Its worker is being started: "Saving" was true before it stopped."""
+    folder = runs.make_run(tmp_path)
+    assert get(api(tmp_path), f"/runs/{RUN}/snapshot").data["phase"]["phase"] == "training"
+    with RunDatabase(folder.database_path) as database:
+        database(to_wire(runs.finished(), seq=database.last_seq() + 1, run_id=RUN))
+    panel = PanelApi(lambda: [tmp_path], lambda: {RUN: FollowedRun()})
+    data = get(panel, f"/runs/{RUN}/snapshot").data
+    assert (data["run"]["state"], data["phase"]) == ("running", None)
+
+
+def test_a_run_tells_the_nodes_it_was_begun_from_and_those_that_follow_it(tmp_path: Path) -> None:
+    folder = runs.make_run(tmp_path)
+
+    def places(panel: PanelApi) -> list[Any]:
+        told = get(panel, f"/runs/{RUN}").data
+        return [told["graph_id"], told["node_ids"]]
+
+    assert places(api(tmp_path)) == [None, []]
+    folder.write_config({**folder.read_config(), "shown_in": {"graph_id": "g", "node_ids": ["5", "4"]}})
+    assert places(api(tmp_path)) == ["g", ["5", "4"]]
+    followed = FollowedRun()
+    followed.graph_id, followed.node_ids = "other", ("7",)  # type: ignore[attr-defined]
+    assert places(PanelApi(lambda: [tmp_path], lambda: {RUN: followed})) == ["other", ["7"]]
+    folder.write_config({**folder.read_config(), "shown_in": ["no", "object"]})
+    assert places(api(tmp_path)) == [None, []]
 
 
 def test_curves_of_a_long_run_keep_every_extreme(tmp_path: Path) -> None:
