@@ -23,6 +23,7 @@ test("a run told by events alone", () => {
 
 test("a snapshot and the socket may overlap in any way", () => {
   const whole = fromSnapshot(snapshot());
+  assert.equal(fromSnapshot(snapshot({ last: { eta_seconds: 30 } })).last.eta_seconds, 30);
   for (const seq of [9, 10]) assert.equal(apply(whole, stepFinished(seq, 3, { loss: 99 })), false);
   assert.equal(apply(whole, stepFinished(11, 4, { loss: 0.5 })), true);
   assert.equal(apply(whole, stepFinished(11, 4, { loss: 0.5 })), false);

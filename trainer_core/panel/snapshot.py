@@ -42,7 +42,7 @@ def snapshot(folder: RunFolder, run: Row, points: int) -> Row:
 
 
 _EMPTY: Row = {
-    "phase": None, "curves": None, "validation": [], "previews": [], "checkpoints": [], "events": [],
+    "phase": None, "last": None, "curves": None, "validation": [], "previews": [], "checkpoints": [], "events": [],
     "health": {"step": None, "rows": [], "norms": {}}, "memory": None,
 }  # fmt: skip
 
@@ -51,14 +51,14 @@ def _recorded(record: RunRecord, run: Row, points: int) -> Row:
     summary = record.summary()
     if summary["lora"]:
         summary["lora"] = bare_name(summary["lora"])
-    phases = record.events("PhaseChanged", "RunFinished")
-    ended = bool(phases) and phases[-1]["type"] == "RunFinished"  # a run that goes on has not said its phase yet
+    last = record.last_step()
     memory = record.events("MemoryState")
     # The state knows of the lock (running, interrupted); the summary only of the last word.
     keep = ("step", "total_steps", "started", "message")
     return {
         "run": {**summary, **run, **{key: summary[key] for key in keep if summary[key]}},
-        "phase": phases[-1]["data"] if phases and not ended else None,
+        "phase": _phase(record, last),
+        "last": last["data"] if last else None,
         "curves": record.curves(points),
         "validation": [_only(row, "step", "mean", "bands", "pictures", "seconds") for row in record.validation()],
         "previews": [preview_facts(row) for row in record.previews()],
@@ -67,6 +67,16 @@ def _recorded(record: RunRecord, run: Row, points: int) -> Row:
         "health": health(record),
         "memory": memory[-1]["data"] if memory else None,
     }
+
+
+def _phase(record: RunRecord, last_step: Row | None) -> Row | None:
+    """What the run is at: its last word of it, or training when a step was finished since."""
+    said = record.events("PhaseChanged", "RunFinished")
+    if not said or said[-1]["type"] == "RunFinished":
+        return None  # a run that goes on has not said its phase yet
+    if last_step is not None and last_step["seq"] > said[-1]["seq"]:
+        return {"phase": "training", "done": 0, "total": 0, "detail": ""}
+    return said[-1]["data"]
 
 
 def updates(folder: RunFolder, run: Row, *, after_seq: int, after_step: int) -> Row:

@@ -75,6 +75,11 @@ class RunRecord:
         merged = [*events, *(_step_wire(row) for row in steps if row["seq"] not in told)]
         return sorted(merged, key=lambda wire: wire["seq"])[:limit]
 
+    def last_step(self) -> Row | None:
+        """The newest applied step as StepFinished, as `wires` gives it; None before the first."""
+        row = self._one("SELECT * FROM steps WHERE NOT rejected ORDER BY attempt DESC, step DESC LIMIT 1")
+        return _step_wire(row) if row else None
+
     def last_events(self, count: int, *leave_out: str) -> list[Row]:
         """The newest `count` events but the types in `leave_out`, oldest first, as `events` gives them."""
         marks = ", ".join("?" * len(leave_out))

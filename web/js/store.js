@@ -50,6 +50,7 @@ export function fromSnapshot(snapshot) {
   state.loaded = true;
   state.paused = Boolean(snapshot.run.paused);
   state.phase = snapshot.phase;
+  state.last = snapshot.last ?? null;
   state.curves = Curves.from(snapshot.curves);
   state.rejected = [...(snapshot.curves?.rejected ?? [])];
   state.validation = [...snapshot.validation];

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from trainer_core.events import to_wire
+from trainer_core.events import PhaseChanged, to_wire
 from trainer_core.panel.api import PanelApi
 from trainer_core.panel.exchange import MAX_BODY, Reply, Request
 from trainer_core.runs.database import RunDatabase
@@ -132,13 +132,22 @@ def test_a_snapshot_tells_the_whole_run(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_has_no_phase_of_its_last_attempt(tmp_path: Path) -> None:
     """Its worker is being started: "Saving" was true before it stopped."""
-    folder = runs.make_run(tmp_path)
-    assert get(api(tmp_path), f"/runs/{RUN}/snapshot").data["phase"]["phase"] == "training"
+    folder = runs.make_run(tmp_path, PhaseChanged(step=10, phase="saving"))
+    assert get(api(tmp_path), f"/runs/{RUN}/snapshot").data["phase"]["phase"] == "saving"
     with RunDatabase(folder.database_path) as database:
         database(to_wire(runs.finished(), seq=database.last_seq() + 1, run_id=RUN))
     panel = PanelApi(lambda: [tmp_path], lambda: {RUN: FollowedRun()})
     data = get(panel, f"/runs/{RUN}/snapshot").data
     assert (data["run"]["state"], data["phase"]) == ("running", None)
+
+
+def test_a_snapshot_has_the_newest_step_and_knows_that_training_went_on(tmp_path: Path) -> None:
+    """A tab that is opened late shows the time left, and not the preview of some steps ago."""
+    runs.make_run(tmp_path, PhaseChanged(step=10, phase="previewing", total=1), runs.step(11), runs.rejected(12))
+    data = get(api(tmp_path), f"/runs/{RUN}/snapshot").data
+    assert data["phase"]["phase"] == "training"
+    assert (data["last"]["applied"], data["last"]["eta_seconds"], data["last"]["loss_avg"]) == (11, 3.0, 0.5)
+    assert data["last"]["lr"] == {"unet": 1e-4, "te1": 5e-5}
 
 
 def test_a_run_tells_the_nodes_it_was_begun_from_and_those_that_follow_it(tmp_path: Path) -> None:
