@@ -2,7 +2,9 @@
 
 Real AdamW steps over a rank-16 adapter on kohya's UNet set of SDXL (511 MB of state), each with as much computation
 (matrix products) as fills `--step-seconds`; one run without saves, one with a background save every 50 steps. The
-runs take turns in stretches of 50 steps, so that other work on the machine meets both alike.
+runs take turns in stretches of 50 steps, so that other work on the machine meets both alike. As in a real run, the
+memory of the first snapshot is taken beside the training after the run's first step, and a saving step includes the
+look for NaN and the copy of everything.
 stall_steps = (slowest saving step - median step without saves) / that median;
 overhead = time of all steps with saves / time of all steps without - 1.
 Last line: {"stall_steps", "overhead"}.
@@ -28,9 +30,11 @@ from benchmarks.adapter_state import adapter_shapes  # noqa: E402
 from benchmarks.measure import store_result  # noqa: E402
 from trainer_core.checkpoints.state import RunState  # noqa: E402
 from trainer_core.checkpoints.store import CheckpointStore  # noqa: E402
-from trainer_core.checkpoints.writer import BackgroundWriter  # noqa: E402
+from trainer_core.checkpoints.writer import BackgroundWriter, WriteOutcome  # noqa: E402
 
 EVERY = 50
+SAVE_AT = 10
+"""Which of 50 steps saves: the writing is to end in the stretch that pays for it."""
 
 
 class Training:
@@ -100,9 +104,9 @@ def main() -> None:
     stalls: list[float] = []
     try:
         writer = BackgroundWriter(CheckpointStore(folder))
-        for _ in range(steps // EVERY):
+        for stretch_number in range(steps // EVERY):
             plain += [training.take() for _ in range(EVERY)]
-            stretch, stall = with_a_save(training, writer)
+            stretch, stall = with_a_save(training, writer, first=stretch_number == 0)
             saving += stretch
             stalls.append(stall)
         tail = finish(writer)
@@ -128,31 +132,34 @@ def main() -> None:
     print(json.dumps(summary))
 
 
-def with_a_save(training: Training, writer: BackgroundWriter) -> tuple[list[float], float]:
-    """50 steps, the first of which saves: (seconds of all, seconds of that one)."""
-    started = time.perf_counter()
-    training.take()
-    writer.submit(training.state(), training.step)
-    first = time.perf_counter() - started
-    rest: list[float] = []
-    for _ in range(EVERY - 1):
+def with_a_save(training: Training, writer: BackgroundWriter, *, first: bool) -> tuple[list[float], float]:
+    """50 steps, one of which saves: (seconds of all, seconds of that one)."""
+    seconds: list[float] = []
+    for step in range(1, EVERY + 1):
         started = time.perf_counter()
         training.take()
-        refuse_failures(writer)
-        rest.append(time.perf_counter() - started)
-    return [first, *rest], first
+        refuse_failures(writer.poll())
+        if step == SAVE_AT:
+            writer.submit(training.state(), training.step)
+        elif step == 1 and first:
+            writer.prepare(training.state())
+        seconds.append(time.perf_counter() - started)
+    started = time.perf_counter()
+    refuse_failures(writer.wait())  # nothing is left for the stretch without saves to pay
+    seconds[-1] += time.perf_counter() - started
+    return seconds, seconds[SAVE_AT - 1]
 
 
 def finish(writer: BackgroundWriter) -> float:
     """Seconds the end of the run waits for the last write."""
     started = time.perf_counter()
-    refuse_failures(writer, closing=True)
+    refuse_failures(writer.close())
     return time.perf_counter() - started
 
 
-def refuse_failures(writer: BackgroundWriter, *, closing: bool = False) -> None:
+def refuse_failures(outcomes: list[WriteOutcome]) -> None:
     """A save that was not made would make the numbers look good."""
-    for outcome in writer.close() if closing else writer.poll():
+    for outcome in outcomes:
         if outcome.saved is None:
             raise RuntimeError(f"step {outcome.step} was not saved: {outcome.problem}")
 

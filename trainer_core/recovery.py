@@ -81,9 +81,12 @@ class Recovery:
         """Keep the untrained state in host memory until there is a good checkpoint: a run that fails before goes back
         to it."""
         state = self.session.capture()
-        tensors = {name: value.detach().to("cpu", copy=True) for name, value in state.optimizer.items()}
+        adapter, tensors = (
+            {name: value.detach().to("cpu", copy=True) for name, value in live.items()}
+            for live in (state.adapter, state.optimizer)
+        )
         scalars = json.loads(json.dumps(state.scalars))
-        self._start = RunState(state.adapter, tensors, scalars, step=0, name="the start of the run")
+        self._start = RunState(adapter, tensors, scalars, step=0, name="the start of the run")
         self.session.bus.subscribe(self._forget_start)
 
     def __call__(self, trigger: Trigger) -> None:

@@ -50,14 +50,16 @@ class Restored:
 
 
 def capture_state(parts: TrainerParts, state: TrainState, session: Session, identity: RunIdentity) -> RunState:
-    """The whole state of a run after its last decided step. Optimizer tensors may be the live ones: copy or write
-    them before the next step."""
+    """The whole state of a run after its last decided step. Tensors may be the live ones: copy or write them before
+    the next step."""
     from .checkpoints.store import RunState
 
-    # A checkpoint may be asked for while validation or a preview looks at averaged weights.
+    # A checkpoint may be asked for while validation or a preview looks at averaged weights: the parameters hold those
+    # again afterwards.
+    swapped = parts.live.swapped
     with parts.live.training():
-        adapter = parts.network.state_dict()
-        tensors, numbers = optimizer_state(parts.optimizer, copy=parts.live.swapped)
+        adapter = parts.network.state_dict(copy=swapped)
+        tensors, numbers = optimizer_state(parts.optimizer, copy=swapped)
     ema, updates = ({}, 0) if parts.live.ema is None else (parts.live.ema.averages, parts.live.ema.updates)
     keepers = {} if session.trainer is None else session.trainer.keepers
     return RunState(

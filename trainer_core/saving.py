@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .checkpoints.snapshot import SnapshotPool
 from .checkpoints.writer import BackgroundWriter, WriteOutcome
 from .config import CheckpointConfig
 from .errors import CheckpointError, ResourceError
@@ -56,6 +57,8 @@ class RunCheckpoints:
         self._names: dict[int, str] = {}
         """Names by step of the two newest written ones."""
         self._writer: BackgroundWriter | None = None
+        self._pool = SnapshotPool()
+        self._prepared = False
         self._good: dict[int, bool] = {}
         self.good_name: str | None = None
         """Name of the newest written checkpoint that is good to go back to; it is never pruned."""
@@ -77,6 +80,16 @@ class RunCheckpoints:
         by_steps = every > 0 and step % every == 0
         return by_steps or (minutes > 0 and self._clock() - self._last_time >= minutes * 60)
 
+    def prepare(self) -> None:
+        """Have the memory of the first save taken beside the training. To be called after every step that left a whole
+        optimizer state; only the first call does something."""
+        if self._prepared or not (self._config.every_steps > 0 or self._config.every_minutes > 0):
+            return
+        self._prepared = True
+        if self._writer is None:
+            self._writer = self._new_writer()
+            self._writer.prepare(self._capture())
+
     def submit(self, step: int, *, verify: bool | None = None) -> None:
         """Copy the state of `step` and have it written in the background. Outcomes are told by `poll`.
 
@@ -86,13 +99,8 @@ class RunCheckpoints:
             return
         self._bus.emit(PhaseChanged(step=step, phase="saving", detail="checkpoint"))
         if self._writer is None:
-            self._writer = BackgroundWriter(
-                self.store,
-                keep_last=self._config.keep_last,
-                milestone_every=self._config.milestone_every,
-                retry_after=RETRY_S,
-                protect=self._protected,
-            )
+            self._writer = self._new_writer()
+        self._prepared = True
         self._writer.submit(self._captured(step), step, verify=verify)
         self._last_step, self._last_time = step, self._clock()
         self.poll()
@@ -135,6 +143,16 @@ class RunCheckpoints:
         writer, self._writer = self._writer, None
         if writer is not None:
             self._tell(writer.close())
+
+    def _new_writer(self) -> BackgroundWriter:
+        return BackgroundWriter(
+            self.store,
+            keep_last=self._config.keep_last,
+            milestone_every=self._config.milestone_every,
+            retry_after=RETRY_S,
+            protect=self._protected,
+            pool=self._pool,
+        )
 
     def _captured(self, step: int) -> RunState:
         state = self._capture()

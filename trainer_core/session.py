@@ -135,6 +135,8 @@ class Session:
         self._answer_commands()
         if self.checkpoints.due(step):
             self.checkpoints.submit(step)
+        elif self.trainer is not None and self.trainer.state.applied > 0:
+            self.checkpoints.prepare()
         self._look_and_export(step)
 
     def _look_and_export(self, step: int, *, export: bool = True) -> None:

@@ -157,6 +157,7 @@ def test_resume_ablation_every_item_left_out_is_noticed(micro_model: Path, pictu
         laboratory = Laboratory(assembly)
         laboratory.train(BEFORE)
         state = laboratory.capture()
+        assert_the_same_inside_an_evaluation(state, laboratory)
         whole = laboratory.go_on(state)
         assert whole.differing(laboratory.go_on(state)) == set()
         expected = {
@@ -170,6 +171,17 @@ def test_resume_ablation_every_item_left_out_is_noticed(micro_model: Path, pictu
             assert shown in found[item], f"{item} left out: only {found[item]} differ"
         # These are seen by nothing but themselves, so a test that compares weights alone would miss them.
         assert [found[item] for item in ("ema", "scaler", "health")] == [{"ema"}, {"scaler"}, {"health"}]
+
+
+def assert_the_same_inside_an_evaluation(state: RunState, laboratory: Laboratory) -> None:
+    """A checkpoint asked for while the parameters hold averaged weights has the trained ones, also afterwards."""
+    live = laboratory.trainer.parts.live
+    with live.evaluation("export"):
+        assert live.swapped
+        averaged = laboratory.trainer.parts.network.state_dict()
+        looked = laboratory.session.capture()
+    assert all(torch.equal(looked.adapter[name], value) for name, value in state.adapter.items())
+    assert any(not torch.equal(averaged[name], value) for name, value in state.adapter.items())
 
 
 def _changed(path: str, value: Any) -> Callable[[TrainConfig], TrainConfig]:

@@ -12,6 +12,7 @@ import torch
 from run_setup import Recorder, small_config
 
 from trainer_core.build import create_run, resume_run, run, start_run
+from trainer_core.checkpoints.snapshot import SnapshotPool
 from trainer_core.checkpoints.state import RunState
 from trainer_core.checkpoints.store import CheckpointStore
 from trainer_core.config import CheckpointConfig, TrainConfig
@@ -86,6 +87,28 @@ def test_a_save_is_told_when_it_lies_on_the_disk(tmp_path: Path) -> None:
     assert (told["step"], told["name"]) == (7, "step-00000007")
     assert kept.store.load().scalars == {"step": 7}
     assert [data["phase"] for data in kept.recorder.of("PhaseChanged")] == ["saving"]
+
+
+def test_the_first_saves_memory_is_made_ready_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RunState] = []
+    prepare = SnapshotPool.prepare
+
+    def noted(self: SnapshotPool, like: RunState) -> None:
+        made.append(like)
+        prepare(self, like)
+
+    monkeypatch.setattr(SnapshotPool, "prepare", noted)
+    kept = Keeping(tmp_path)
+    kept.checkpoints.prepare()
+    kept.checkpoints.prepare()
+    kept.save(5)
+    kept.checkpoints.prepare()
+    kept.save(6)  # another writer
+    assert len(made) == 1
+    assert len(kept.checkpoints._pool._free) == 1
+    assert kept.steps() == [6, 5]
+    Keeping(tmp_path, every_steps=0, every_minutes=0.0).checkpoints.prepare()
+    assert len(made) == 1
 
 
 def test_the_last_save_waits_and_is_not_made_twice(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,10 @@ def encode(scalars: Mapping[str, Any], step: int) -> bytes:
 
 def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of tensors with NaN or infinity in them."""
-    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and not _finite(tensor)]
+    floating = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if _sums_are_finite(floating.values()):
+        return []
+    return [name for name, tensor in floating.items() if not _finite(tensor)]
 
 
 def refuse_non_finite(adapter: Mapping[str, torch.Tensor], step: int) -> None:
@@ -73,6 +76,19 @@ def refuse_non_finite(adapter: Mapping[str, torch.Tensor], step: int) -> None:
             step=step,
             report=bad,
         )
+
+
+def _sums_are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """True only when every element is finite: a sum with NaN or infinity in it is NaN or infinity. Finite elements
+    whose sum overflows give False, and the exact look decides.
+
+    One pass without temporaries and one read per device; `isfinite` needs both for every tensor and took 0.2 s for
+    170 MB on two cores, ten times as long.
+    """
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        sums.setdefault(tensor.device, []).append(tensor.sum().float())
+    return all(bool(torch.isfinite(torch.stack(of_device)).all()) for of_device in sums.values())
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ import logging
 import time
 import uuid
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -251,10 +252,12 @@ class CheckpointStore:
         body = (path / names.STATE).read_bytes()
         if hashlib.sha256(body).hexdigest() != manifest.files[names.STATE].sha256:
             raise Damaged(f"{names.STATE} does not match its SHA-256")
-        adapter = _read_tensors(path / names.ADAPTER, manifest, "adapter")
-        optimizer = _read_tensors(path / names.OPTIMIZER, manifest, "optimizer")
-        if bad := non_finite(adapter):
-            raise Damaged(f"{names.ADAPTER} holds NaN or infinity in {bad[0]}")
+        with ThreadPoolExecutor(1) as beside:
+            reading = beside.submit(_read_tensors, path / names.OPTIMIZER, manifest, "optimizer")
+            adapter = _read_tensors(path / names.ADAPTER, manifest, "adapter")
+            if bad := non_finite(adapter):
+                raise Damaged(f"{names.ADAPTER} holds NaN or infinity in {bad[0]}")
+            optimizer = reading.result()
         scalars = json.loads(body)["scalars"]
         return RunState(adapter, optimizer, scalars, manifest.step, path.name, manifest.generation)
 

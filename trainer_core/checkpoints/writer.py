@@ -53,6 +53,7 @@ class BackgroundWriter:
     Args:
         verify_every: every this many saves the checkpoint is read back and marked verified (first one included).
         protect: names or steps that pruning must leave, asked for at every prune (best, milestones).
+        pool: memory of snapshots, to be used again by the next writer.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class BackgroundWriter:
         retry_after: float = 30.0,
         protect: Callable[[], Collection[str | int]] = tuple,
         clock: Callable[[], float] = time.monotonic,
+        pool: SnapshotPool | None = None,
     ) -> None:
         self._store = store
         self._keep_last = keep_last
@@ -73,7 +75,8 @@ class BackgroundWriter:
         self._retry_after = retry_after
         self._protect = protect
         self._clock = clock
-        self._pool = SnapshotPool()
+        self._pool = pool or SnapshotPool()
+        self._preparing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint writer")
         self._running: tuple[_Job, Future[SavedCheckpoint]] | None = None
         self._waiting: _Job | None = None
@@ -85,9 +88,16 @@ class BackgroundWriter:
         """Whether something is being written or waits for it."""
         return self._running is not None or self._waiting is not None
 
+    def prepare(self, like: RunState) -> None:
+        """Take the memory of the first snapshot in the writer's thread, so that no step has to wait for fresh pages."""
+        self._preparing = self._thread.submit(self._pool.prepare, like)
+
     def submit(self, state: RunState, step: int, *, verify: bool | None = None) -> None:
         """Take a snapshot and have it written. Returns after the copy; raises NonFiniteError for a damaged adapter."""
         refuse_non_finite(state.adapter, step)
+        if self._preparing is not None:
+            self._preparing.result()  # memory that cannot be had is told here, as it would be without `prepare`
+            self._preparing = None
         if verify is None:
             verify = self._submitted % self._verify_every == 0
         self._submitted += 1

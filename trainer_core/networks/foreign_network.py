@@ -141,10 +141,11 @@ class ForeignNetwork:
         finally:
             self.attach()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of all weights and buffers as they are held, on the CPU: what a checkpoint needs. Files hold
-        `export_state_dict`, which some kinds make from these."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self._held().items()}
+    def state_dict(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
+        """Copies of all weights and buffers as they are held, on the CPU: what a checkpoint needs. Without `copy` the
+        live ones, on their device. Files hold `export_state_dict`, which some kinds make from these."""
+        held = {name: tensor.detach() for name, tensor in self._held().items()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in held.items()} if copy else held
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take over what `state_dict` gave.

@@ -143,10 +143,11 @@ class LoraNetwork:
             module.seen.zero_()
         return counts_2
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of all tensors under kohya's keys, float32 on the CPU, alpha as 0-dim tensors."""
+    def state_dict(self, *, copy: bool = True) -> dict[str, torch.Tensor]:
+        """Copies of all tensors under kohya's keys, float32 on the CPU, alpha as 0-dim tensors. Without `copy` they
+        may be the live ones, on their device."""
         return {
-            f"{name}.{key}": value.detach().to("cpu", torch.float32, copy=True)
+            f"{name}.{key}": value.detach().to("cpu" if copy else value.device, torch.float32, copy=copy)
             for name, module in self.modules.items()
             for key, value in module.export_tensors().items()
         }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainer_core.checkpoints import manifest as names
-from trainer_core.checkpoints.state import RunState
+from trainer_core.checkpoints.state import RunState, non_finite
 from trainer_core.checkpoints.store import CheckpointStore
 from trainer_core.errors import CheckpointError, NonFiniteError
 
@@ -206,6 +206,19 @@ def test_a_non_finite_adapter_is_not_saved(tmp_path: Path, value: float) -> None
         store.save(bad, 4)
     assert caught.value.step == 4
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_large_finite_values_whose_sum_overflows_are_finite() -> None:
+    large = torch.full((8,), torch.finfo(torch.float32).max)
+    tensors = {
+        "large": large,
+        "half": torch.full((8,), 6e4, dtype=torch.float16),
+        "number": torch.tensor(7),
+        "none": torch.zeros(0),
+    }
+    assert non_finite(tensors) == []
+    both = torch.tensor([float("inf"), 1.0, float("-inf")])
+    assert non_finite({**tensors, "nan": torch.tensor(float("nan")), "both": both}) == ["nan", "both"]
 
 
 def test_nan_in_the_json_part_is_a_bug_and_leaves_nothing(tmp_path: Path) -> None:

@@ -185,6 +185,49 @@ def test_snapshot_memory_is_used_again(tmp_path: Path) -> None:
     assert pool.take(changed, 4).adapter["a"].tolist() == [1.0, 1.0, 1.0]
 
 
+def test_memory_made_ready_beside_the_training_is_the_first_snapshots(tmp_path: Path) -> None:
+    live = RunState(
+        {"a": torch.arange(6.0).reshape(2, 3).t(), "number": torch.tensor(3), "none": torch.zeros(0, 2)},
+        {"half": torch.full((3,), 0.5, dtype=torch.bfloat16), "flag": torch.tensor([True, False])},
+    )
+    pool = SnapshotPool()
+    writer = BackgroundWriter(CheckpointStore(tmp_path), pool=pool)
+    writer.prepare(live)
+    writer.submit(live, 1)
+    live.adapter["a"].fill_(9.0)
+    (outcome,) = writer.close()
+    assert outcome.saved is not None
+    loaded = CheckpointStore(tmp_path).load()
+    assert loaded.adapter["a"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert {name: value.tolist() for name, value in loaded.optimizer.items()} == {
+        "half": [0.5, 0.5, 0.5],
+        "flag": [True, False],
+    }
+    assert (loaded.adapter["number"].item(), tuple(loaded.adapter["none"].shape)) == (3, (0, 2))
+    places = [tensor.data_ptr() for tensor in pool.take(live, 2).optimizer.values()]
+    pool.prepare(live)
+    (room,) = pool._free
+    pool.prepare(live)
+    assert [tensor.data_ptr() for tensor in room.optimizer.values()] != places
+    again = pool.take(live, 3)
+    assert [tensor.data_ptr() for tensor in again.optimizer.values()] == [
+        tensor.data_ptr() for tensor in room.optimizer.values()
+    ]
+    assert pool._free == []
+
+
+def test_memory_that_cannot_be_had_is_told_by_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: SnapshotPool, like: RunState) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(SnapshotPool, "prepare", refuse)
+    writer = BackgroundWriter(CheckpointStore(tmp_path))
+    writer.prepare(state(1))
+    with pytest.raises(MemoryError, match="no room"):
+        writer.submit(state(1), 1)
+    assert writer.close() == []
+
+
 @pytest.mark.gpu
 def test_a_snapshot_of_gpu_tensors_is_whole_and_pinned() -> None:
     live = RunState(
