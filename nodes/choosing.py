@@ -51,7 +51,7 @@ def choose_run(
     if found is not None and found.state == "running":
         raise core.ResourceError(
             f"Run {found.run_id} of exactly these settings is still being written by another process (perhaps the "
-            "worker of a ComfyUI that was closed a moment ago), and that has not ended within {PATIENCE_S:.0f} s. Wait "
+            f"worker of a ComfyUI that was closed a moment ago), and that has not ended within {PATIENCE_S:.0f} s. Wait "
             "until it has saved and press Run again, or set start to 'new run'."
         )
     if found is None or not core.can_go_on(found):
