@@ -138,7 +138,7 @@ def test_tabs_share_a_run_and_a_restarted_server_goes_on_with_it(
     third = a_closed_tab(first, second, tabs, comfyui)
     run_id, step = a_restart([second, third], comfyui)
     fourth = open_tab(tabs, comfyui)
-    offers = f"'Stopped · step {step} of {STEPS} · Run goes on from there'"
+    offers = f"'Stopped · step {step} of {STEPS} · Run goes on'"
     fourth.wait(f"document.querySelector('[data-testid=safe-scaler-train]')?.innerText.startsWith({offers})")
     fourth.wait(f"{badge('Stopped')} && document.querySelectorAll('.ss-thumb img').length > 0")
     fourth.page.wait_for_timeout(1000)

@@ -151,7 +151,7 @@ test("the line in the Train node", () => {
   const previewing = { ...state, phase: { phase: "previewing", done: 0, total: 1 } };
   assert.equal(progressWords(previewing, null, client), "step 120 of 400 · 12 min left · loss 0.0812 · Making preview pictures 0 of 1");
   const stopped = { ...state, run: { ...run, state: "stopped" }, phase: null };
-  assert.equal(progressWords(stopped, null, client), "Stopped · step 120 of 400 · Run goes on from there · loss 0.0812");
+  assert.equal(progressWords(stopped, null, client), "Stopped · step 120 of 400 · Run goes on · loss 0.0812");
   const over = { ...state, run: { ...run, state: "finished", step: 400 }, phase: null };
   assert.equal(progressWords(over, null, client), "Finished · step 400 of 400 · loss 0.0812");
   const queued = { prompt_id: "p", node_id: "4", name: "dog", steps: 400, position: 1, waiting_for: null };

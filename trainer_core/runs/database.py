@@ -222,6 +222,7 @@ class RunDatabase:
         rows: list[Statement] = []
         if kind in ("StepFinished", "StepRejected"):
             rows.append(_step_row(wire, self.attempt))
+            self._phase = "training"  # a second preview or save after it is a phase of its own
             if data.get("clamp_rate") is not None:
                 clamp = (self.attempt, step, "clamp", json.dumps({"rate": data["clamp_rate"]}))
                 rows.append(("INSERT OR REPLACE INTO health VALUES (?, ?, ?, ?)", clamp))

@@ -62,7 +62,7 @@ export function progressWords(state, waiting, client) {
   if (doing && run.step === 0) parts.push(doing);
   if (run.total_steps) parts.push(`step ${run.step} of ${run.total_steps}`);
   if (running && last?.eta_seconds) parts.push(`${duration(last.eta_seconds)} left`);
-  if (canGoOn(run)) parts.push("Run goes on from there");
+  if (canGoOn(run)) parts.push("Run goes on");
   const loss = last?.loss_avg ?? run.loss_avg;
   if (typeof loss === "number") parts.push(`loss ${number(loss)}`);
   if (doing && run.step > 0) parts.push(doing); // last: the line is cut off on the right

@@ -149,6 +149,16 @@ def test_progress_inside_a_phase_is_not_kept(tmp_path: Path) -> None:
     assert kept == [("caching", 0), ("caching", 50), ("training", 0)]
 
 
+def test_each_preview_between_steps_is_a_phase_of_its_own(tmp_path: Path) -> None:
+    previews = [PhaseChanged(step=number, phase="previewing", total=1) for number in (1, 2)]
+    with (
+        record(tmp_path / "run.db", PhaseChanged(phase="training"), step(1), previews[0], step(2), previews[1]),
+        open_readonly(tmp_path / "run.db") as view,
+    ):
+        kept = [(event["data"]["phase"], event["step"]) for event in view.events()]
+    assert kept == [("training", 0), ("previewing", 1), ("previewing", 2)]
+
+
 @pytest.mark.parametrize("wal", [True, False])
 def test_both_journals_keep_everything(tmp_path: Path, wal: bool) -> None:
     database = record(tmp_path / "run.db", started(), *(step(number) for number in range(1, 6)), wal=wal)
