@@ -184,8 +184,8 @@ def first_lora(graph: Graph) -> None:
         graph,
         "## First LoRA\nPress **Run**: the built-in toy model learns the word *zorp* (a heart) from 24 drawn pictures, "
         "on any computer, in minutes.\n\nFor your own LoRA: choose your SDXL checkpoint in **Load SDXL**, write the "
-        "folder of your pictures into **Training Dataset**, and in **Train** choose a *purpose* and set *steps*, "
-        "*learning_rate*, *batch_size* to 0.",
+        "folder of your pictures into **Training Dataset**, and in **Train** choose *purpose* and *vram* (not *own "
+        "settings*), set *steps*, *learning_rate*, *batch_size* to 0, and empty *preview_prompts*.",
         (850, 60),
     )
 
