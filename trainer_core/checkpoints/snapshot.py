@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..collector import collector_paused
 from .state import RunState, encode
 
 Buffers = dict[str, torch.Tensor]
@@ -33,7 +34,8 @@ class SnapshotPool:
         """Have memory for one snapshot of such a state ready, if there is none. Of `like` only names, shapes and types
         are read, so that another thread may do this while its values change."""
         if not self._free:
-            self._free.append(RunState(_room(like.adapter, touch=True), _room(like.optimizer, touch=True)))
+            with collector_paused():  # it would hold the interpreter's lock, and with it the training
+                self._free.append(RunState(_room(like.adapter, touch=True), _room(like.optimizer, touch=True)))
 
     def take(self, state: RunState, step: int) -> RunState:
         """A copy of `state` on the CPU that shares nothing with it. Raises ValueError for NaN in its JSON part."""

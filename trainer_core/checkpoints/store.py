@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from ..collector import collector_paused
 from ..errors import CheckpointError, ResourceError
 from ..runs.platform import DurableIO
 from . import manifest as names
@@ -252,7 +253,8 @@ class CheckpointStore:
         body = (path / names.STATE).read_bytes()
         if hashlib.sha256(body).hexdigest() != manifest.files[names.STATE].sha256:
             raise Damaged(f"{names.STATE} does not match its SHA-256")
-        with ThreadPoolExecutor(1) as beside:
+        # Both files at once: one is hashed while memory is found for the other.
+        with collector_paused(), ThreadPoolExecutor(1) as beside:
             reading = beside.submit(_read_tensors, path / names.OPTIMIZER, manifest, "optimizer")
             adapter = _read_tensors(path / names.ADAPTER, manifest, "adapter")
             if bad := non_finite(adapter):

@@ -12,7 +12,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..collector import collector_paused
 from .manifest import Damaged, FileEntry
 
 DTYPES: dict[str, torch.dtype] = {
@@ -47,6 +48,15 @@ def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
         raise RuntimeError("safetensors files are little-endian; this machine is not")
     # Widest types first keeps every tensor aligned to its own size, as the library does.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    with collector_paused():  # it would hold the interpreter's lock, and with it the training
+        text = _header(tensors, metadata, order)
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    for name in order:
+        if tensors[name].numel():
+            yield raw_bytes(tensors[name])
+
+
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], order: Sequence[str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     offset = 0
     for name in order:
@@ -61,11 +71,7 @@ def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
         }
         offset += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    yield memoryview(struct.pack("<Q", len(text)) + text)
-    for name in order:
-        if tensors[name].numel():
-            yield raw_bytes(tensors[name])
+    return text + b" " * (-len(text) % 8)
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -79,7 +85,8 @@ def read(path: Path, expected: FileEntry | None = None) -> TensorFile:
     size = path.stat().st_size
     if expected is not None and size != expected.bytes:
         raise Damaged(f"{path.name} has {size} bytes instead of {expected.bytes}")
-    # One buffer that the tensors are views of. The data begins at a multiple of 8 after an 8-byte length.
+    # One buffer that the tensors are views of, and it is what is hashed: pages of a mapped file would save the copy, but
+    # may be dropped after the hashing and come from the disk a second time, as something else. The data begins at a multiple of 8 after an 8-byte length.
     buffer = torch.empty(size, dtype=torch.uint8)
     digest = hashlib.sha256()
     view = buffer.numpy().data if size else memoryview(b"")

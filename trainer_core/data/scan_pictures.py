@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..collector import collector_paused
 from . import scan_warnings as say
 from .buckets import BucketChooser, BucketLimits, Placement
 from .caption_files import CaptionError, CaptionText, normal_stem, read_caption
@@ -80,7 +79,7 @@ class PictureScan:
 
     def run(self) -> None:
         """Look at every picture. Raises StopRequested when asked to stop; what was learnt stays in the memo."""
-        with _collector_paused():
+        with collector_paused():
             self._run()
 
     def _run(self) -> None:
@@ -340,18 +339,6 @@ class QuickPath:
         chosen = self.scan.place(self.folder.spec, size)
         found = self.starts[size] = self.scan.table.row_start(self.folder.spec, self.number, size, chosen)
         return found
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Python's cycle collector off: a scan makes millions of small objects and no cycles."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _ratio_reason(size: tuple[int, int], limit: float) -> str | None:
