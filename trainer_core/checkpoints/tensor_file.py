@@ -85,8 +85,9 @@ def read(path: Path, expected: FileEntry | None = None) -> TensorFile:
     size = path.stat().st_size
     if expected is not None and size != expected.bytes:
         raise Damaged(f"{path.name} has {size} bytes instead of {expected.bytes}")
-    # One buffer that the tensors are views of, and it is what is hashed: pages of a mapped file would save the copy, but
-    # may be dropped after the hashing and come from the disk a second time, as something else. The data begins at a multiple of 8 after an 8-byte length.
+    # One buffer that the tensors are views of (the data begins at a multiple of 8 after an 8-byte length), and it is
+    # what is hashed. Pages of a mapped file would save the copy, but may be dropped after the hashing and come from the
+    # disk a second time, as something else.
     buffer = torch.empty(size, dtype=torch.uint8)
     digest = hashlib.sha256()
     view = buffer.numpy().data if size else memoryview(b"")
