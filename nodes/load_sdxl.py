@@ -28,7 +28,7 @@ class SafeScalerLoadSDXL:
             "required": {
                 "checkpoint": choice(
                     [TOY, *host.file_names("checkpoints")],
-                    "SDXL checkpoint to train on. The toy trains in a minute on any computer.",
+                    "SDXL checkpoint to train on. The toy trains in minutes on any computer.",
                 ),
                 "precision": setting(
                     "precision.compute", tooltip="Number format of the computation; auto fits the GPU."

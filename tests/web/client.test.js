@@ -252,6 +252,23 @@ test("a deleted run disappears and the next is shown", async () => {
   assert.ok(asked.some(([method]) => method === "DELETE"));
 });
 
+test("a node does not ask for the run that is being deleted", async () => {
+  const { client, given, asked } = setUp({ [`DELETE /runs/${RUN}`]: { deleted: RUN, bytes: 1 } });
+  client.start();
+  await settle();
+  assert.equal(client.runOfNode(5).run.run_id, RUN);
+  let answer;
+  given["GET /runs"] = () => new Promise((resolve) => (answer = () => resolve({ runs: [] })));
+  const removing = client.remove(RUN);
+  await settle();
+  const before = asked.length;
+  assert.equal(client.runOfNode(5), null); // the node draws before the new list is there
+  assert.equal(asked.length, before);
+  answer();
+  await removing;
+  assert.equal(client.runOfNode(5), null);
+});
+
 test("a refused command is told in the server's words", async () => {
   const { client, given } = setUp();
   client.start();

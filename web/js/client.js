@@ -244,6 +244,8 @@ export class PanelClient {
   async remove(runId) {
     const answer = await this.transport.request("DELETE", `/runs/${encodeURIComponent(runId)}`, { confirm: runId });
     this.states.delete(runId);
+    this.runs = this.runs.filter((run) => run.run_id !== runId);
+    this._placeListed(this.runs);
     if (this.selected === runId) this.selected = null;
     await this.refreshRuns();
     return answer;
