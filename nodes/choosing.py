@@ -51,8 +51,8 @@ def choose_run(
     if found is not None and found.state == "running":
         raise core.ResourceError(
             f"Run {found.run_id} of exactly these settings is still being written by another process (perhaps the "
-            f"worker of a ComfyUI that was closed a moment ago), and that has not ended within {PATIENCE_S:.0f} s. Wait "
-            "until it has saved and press Run again, or set start to 'new run'."
+            f"worker of a ComfyUI that was closed a moment ago), and that has not ended within {PATIENCE_S:.0f} s. "
+            "Wait until it has saved and press Run again, or set start to 'new run'."
         )
     if found is None or not core.can_go_on(found):
         return ChosenRun(_create(config, notes, extra))

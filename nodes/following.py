@@ -45,6 +45,8 @@ class _Display:
             case "PhaseChanged":
                 if data["total"]:
                     self._show(int(data["done"]), int(data["total"]))
+                else:  # it counts nothing: the bar of the phase before says nothing about it
+                    self._show(int(event["step"]) if self._total else 0, self._total)
             case "StepFinished" | "StepRejected":
                 self._show(int(event["step"]), self._total)
                 self._say(event)

@@ -34,6 +34,18 @@ def test_the_bar_leaves_cancel_to_the_worker(part: Any, comfyui: Any) -> None:
     assert comfyui.bars[-1] == (2, 10)
 
 
+def test_the_bar_is_not_full_while_the_model_is_loaded(part: Any, comfyui: Any, tmp_path: Path) -> None:
+    """The scan before it ended at 3 of 3, and loading counts nothing."""
+    display = part("following")._Display(tmp_path)
+
+    def phase(name: str, done: int = 0, total: int = 0) -> tuple[int, int]:
+        display({"type": "PhaseChanged", "step": 0, "data": {"phase": name, "done": done, "total": total}})
+        return comfyui.bars[-1]
+
+    assert phase("scanning", 3, 3) == (3, 3)
+    assert phase("loading") == (0, 1)
+
+
 @pytest.fixture
 def config(core: Any, comfyui: Any, tmp_path: Path) -> Any:
     from PIL import Image
