@@ -57,7 +57,7 @@ class CheckpointStore:
 
         Raises NonFiniteError when an adapter tensor is not finite (nothing is written), ResourceError when the disk is
         full or fails (older checkpoints stay, nothing incomplete is left under a final name), CheckpointError when what
-        was written reads back wrong.
+        was written reads back wrong or does not appear.
         """
         state = state.on_cpu()
         refuse_non_finite(state.adapter, step)
@@ -73,6 +73,7 @@ class CheckpointStore:
             except BaseException:
                 self._discard(temporary)
                 raise
+            self._await(path)
             if self._verify if verify is None else verify:
                 self._check_written(path)
             self._parent = path.name
@@ -224,6 +225,14 @@ class CheckpointStore:
         self._io.rename(temporary, path)
         self._io.sync_folder(self.folder)
         return path
+
+    def _await(self, path: Path) -> None:
+        """Network drives may show a new name late, or give a stale handle: not yet kept, and no damage either."""
+        if not self._io.sees(path / names.MANIFEST):
+            raise CheckpointError(
+                f"The checkpoint {path.name} was written, but {self.folder} does not show it under its name: it may "
+                "not last. The older ones are untouched. Network drives do this: keep the runs on a disk of this machine."
+            )
 
     def _check_written(self, path: Path) -> None:
         try:

@@ -148,6 +148,20 @@ class DurableIO:
     def remove_folder(self, path: Path) -> None:
         self._patiently(lambda: os.rmdir(path))
 
+    def sees(self, path: Path) -> bool:
+        """Whether a file that was given its name is there; looked for during 5 s."""
+        for left in reversed(range(50)):
+            try:
+                path.stat()
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise
+                if left:
+                    self._sleep(0.1)
+            else:
+                return True
+        return False
+
     def free_bytes(self, path: Path) -> int:
         return shutil.disk_usage(path).free
 

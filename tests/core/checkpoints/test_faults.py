@@ -197,6 +197,62 @@ def test_what_the_disk_did_not_keep_is_not_acknowledged(tmp_path: Path, change: 
     assert loaded.passed_over == ()
 
 
+class LateRename(DurableIO):
+    """A network drive (C13) that shows a new name only at the `at`-th look, after a stale handle."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(sleep=self.look)
+        self.looks, self.at = 0, at
+        self.renames: list[tuple[Path, Path]] = []
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.renames.append((source, target))
+
+    def look(self, seconds: float) -> None:
+        self.looks += 1
+        if self.looks == self.at:
+            self.appear()
+
+    def appear(self) -> None:
+        for source, target in self.renames:
+            os.rename(source, target)
+        self.renames.clear()
+
+
+def test_a_name_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    store = CheckpointStore(tmp_path, io=LateRename(3))
+    saved = store.save(state(6), 6)
+    assert saved.verified
+    assert_whole(store.load())
+    assert store.load().step == 6
+
+
+def test_a_name_that_is_not_seen_is_told_and_no_damage(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    io = LateRename(10**6)
+    with pytest.raises(CheckpointError, match="does not show it under its name: it may not last"):
+        CheckpointStore(tmp_path, io=io).save(state(6), 6)
+    assert CheckpointStore(tmp_path).load().step == 4
+    io.appear()
+    loaded = CheckpointStore(tmp_path).load()
+    assert_whole(loaded)
+    assert loaded.step == 6, "it came after all, and is whole"
+
+
+def test_a_stale_handle_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([OSError(errno.ESTALE, os.strerror(errno.ESTALE)), None])
+    stat = Path.stat
+
+    def stale_once(path: Path, **options: bool) -> os.stat_result:
+        if error := next(answers, None):
+            raise error
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stale_once)
+    assert DurableIO(sleep=lambda _: None).sees(tmp_path)
+
+
 def test_a_failed_flush_is_no_success(tmp_path: Path) -> None:
     """fsync errors (C9): the data may be lost although every write succeeded."""
 
