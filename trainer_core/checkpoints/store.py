@@ -231,7 +231,7 @@ class CheckpointStore:
         if not self._io.sees(path / names.MANIFEST):
             raise CheckpointError(
                 f"The checkpoint {path.name} was written, but {self.folder} does not show it under its name: it may "
-                "not last. The older ones are untouched. Network drives do this: keep the runs on a disk of this machine."
+                "not last. The older ones are untouched. Network drives do this: keep runs on a disk of this machine."
             )
 
     def _check_written(self, path: Path) -> None:
