@@ -5,20 +5,18 @@ Slow: two trainings on both front ends. Its parts have quick tests in tests/core
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from panel_setup import comfyui_with, pictures, toy_graph
 
 if TYPE_CHECKING:
     from browser_page import ComfyPage
     from comfyui_server import ComfyUI
     from playwright.sync_api import Browser
 
-ROOT = Path(__file__).resolve().parents[2]
-TOY = "toy (built in, for a first try)"
 pytestmark = pytest.mark.slow
 MARKUP = 'a <img src=x onerror="window.hacked=1"> cat'
 
@@ -26,22 +24,16 @@ SHORT = "preview.at_start = false\nvalidation.enabled = false"
 POISON = f"{SHORT}\nlora.alpha = 1e38\nprecision.max_rejected_steps = 2\nsafety.ladder = false"
 """The first step moves lora_up off zero, and from then on the output is not finite."""
 
-NODES: list[dict[str, Any]] = [
-    {"key": "load", "type": "SafeScalerLoadSDXL", "pos": [20, 60], "widgets": {"checkpoint": TOY, "precision": "fp32"}},
-    {"key": "data", "type": "SafeScalerDataset", "pos": [20, 260], "size": [300, 640],
-     "widgets": {"folder": "mine", "validation_split": 0.0}},
-    {"key": "targets", "type": "SafeScalerTargets", "pos": [360, 60], "size": [330, 450], "widgets": {"rank": 4}},
-    {"key": "train", "type": "SafeScalerTrain", "pos": [740, 60], "size": [330, 980], "widgets": {
-        "purpose": "own settings", "vram": "own settings", "output_name": "sound", "steps": 25, "learning_rate": 1e-3,
-        "train_seed": 7, "preview_prompts": "none", "device": "cpu", "batch_size": 1, "save_every": 0,
-        "validate_every": 0, "more_settings": SHORT}},
-]  # fmt: skip
-LINKS = [
-    ("load", "model", "data", "model"),
-    ("load", "model", "train", "model"),
-    ("data", "dataset", "train", "dataset"),
-    ("targets", "targets", "train", "targets"),
-]
+NODES, LINKS = toy_graph(
+    dataset={"folder": "mine", "validation_split": 0.0},
+    monitor=False,
+    output_name="sound",
+    steps=25,
+    preview_prompts="none",
+    save_every=0,
+    validate_every=0,
+    more_settings=SHORT,
+)
 FAKE_NOTICE = """window.notices = [];
   window.Notification = class { constructor(title, more) { window.notices.push([title, more.body]); }
     static get permission() { return "granted"; } static async requestPermission() { return "granted"; } };"""
@@ -49,27 +41,16 @@ FAKE_NOTICE = """window.notices = [];
 
 @pytest.fixture(scope="module", params=["newest", "1.27.10"])
 def comfyui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    from comfyui_server import ComfyUI
-    from front_ends import static_root
-
-    root = static_root(request.param)
-    if root is None:
-        pytest.skip(f"the front end {request.param} can be neither found nor downloaded")
-    server = ComfyUI(tmp_path_factory.mktemp("captions") / "base", "--front-end-root", str(root))
-    server.front_end = request.param  # type: ignore[attr-defined]
-    try:
-        write_pictures(server.base / "input" / "mine")
-        server.wait_until_up()
-        for setting, value in (
-            ("Comfy.TutorialCompleted", True),
-            ("Comfy.VueNodes.Enabled", False),
-            ("SafeScaler.Panel.ConfirmStop", False),
-            ("SafeScaler.Alerts.Notify", True),
-        ):
-            server.post(f"/api/settings/{setting}", value)
+    settings = {
+        "Comfy.VueNodes.Enabled": False,
+        "SafeScaler.Panel.ConfirmStop": False,
+        "SafeScaler.Alerts.Notify": True,
+    }
+    base = tmp_path_factory.mktemp("captions") / "base"
+    with comfyui_with(
+        request.param, base, settings, before=lambda base: write_pictures(base / "input" / "mine")
+    ) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def write_pictures(folder: Path) -> None:
@@ -80,10 +61,6 @@ def write_pictures(folder: Path) -> None:
         Image.new("RGB", (64, 64), (220 - 90 * index, 40 + 60 * index, 60)).save(folder / f"{name}.png")
         if caption:
             (folder / f"{name}.txt").write_text(caption, encoding="utf-8")
-
-
-def shots(tmp_path: Path) -> Path:
-    return ROOT / "docs" / "pictures" if os.environ.get("SAFE_SCALER_PICTURES") else tmp_path
 
 
 def captions_are(text: str) -> str:
@@ -113,7 +90,7 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     assert page.run("() => document.querySelector('.ss-caption-text').readOnly") is True
     page.wait("document.querySelector('.ss-badge').textContent === 'Running'")
     page.wait("/step|left|Loading|Preparing/.test(document.querySelector('[data-testid=safe-scaler-train]').innerText)")
-    page.picture(shots(tmp_path) / f"queue_{front_end}.png")
+    page.picture(pictures(tmp_path) / f"queue_{front_end}.png")
 
     # NaN: rejected steps and a verdict, in words, and the run's end.
     page.wait("window.safeScaler.client.current?.run.name === 'poisoned'", 600_000)
@@ -129,7 +106,7 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     assert page.run("() => window.notices.map(([title]) => title)") == ["sound", "poisoned"]
     page.page.set_viewport_size({"width": 1700, "height": 1800})
     page.page.wait_for_timeout(800)
-    page.picture(shots(tmp_path) / f"rejected_{front_end}.png", "[data-testid=safe-scaler-panel]")
+    page.picture(pictures(tmp_path) / f"rejected_{front_end}.png", "[data-testid=safe-scaler-panel]")
 
     close_dialog(page)
     edit_captions(page, comfyui, tmp_path)
@@ -144,7 +121,7 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     page.wait("document.querySelector('[data-testid=safe-scaler-panel]').dataset.theme === 'light'")
     page.page.set_viewport_size({"width": 1700, "height": 1100})
     page.page.wait_for_timeout(800)
-    page.picture(shots(tmp_path) / f"light_{front_end}.png")
+    page.picture(pictures(tmp_path) / f"light_{front_end}.png")
     assert page.run("() => window.hacked === undefined")
     assert page.problems == []
     page.page.close()
@@ -178,7 +155,7 @@ def edit_captions(page: ComfyPage, comfyui: ComfyUI, tmp_path: Path) -> None:
     section.get_by_role("button", name="Save").click()
     page.wait(captions_are("has been changed by somebody else"))
     assert (folder / "b.txt").read_text(encoding="utf-8") == "by an editor"
-    page.picture(shots(tmp_path) / f"captions_{comfyui.front_end}.png", "[data-testid=safe-scaler-captions]")  # type: ignore[attr-defined]
+    page.picture(pictures(tmp_path) / f"captions_{comfyui.front_end}.png", "[data-testid=safe-scaler-captions]")  # type: ignore[attr-defined]
     page.problems[:] = [one for one in page.problems if not ("409" in one and "/captions/" in one)]
 
 
@@ -193,7 +170,7 @@ def share_and_delete(page: ComfyPage, comfyui: ComfyUI, tmp_path: Path) -> None:
     assert "sound" in card.input_value()
     page.page.locator("[data-testid=safe-scaler-share] select").select_option("minimal")
     page.wait("document.querySelector('textarea.ss-share-text').value.length > 50")
-    page.picture(shots(tmp_path) / f"share_{comfyui.front_end}.png", "[data-testid=safe-scaler-share]")  # type: ignore[attr-defined]
+    page.picture(pictures(tmp_path) / f"share_{comfyui.front_end}.png", "[data-testid=safe-scaler-share]")  # type: ignore[attr-defined]
 
     runs = {path.name for path in (comfyui.output / "safe_scaler").glob("2*")}
     panel.locator("li", has_text="poisoned").get_by_role("button", name="Delete run").click()

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from panel_setup import comfyui_with
 
 if TYPE_CHECKING:
     from browser_page import ComfyPage
-    from comfyui_server import ComfyUI
     from playwright.sync_api import Browser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,22 +47,12 @@ FIT = """() => {
 @pytest.fixture(scope="module")
 def page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyPage]:
     from browser_page import ComfyPage
-    from comfyui_server import ComfyUI
-    from front_ends import static_root
 
-    root = static_root("newest")
-    if root is None:
-        pytest.skip("the newest front end can be neither found nor downloaded")
-    server: ComfyUI = ComfyUI(tmp_path_factory.mktemp("examples") / "base", "--front-end-root", str(root))
-    try:
-        server.wait_until_up()
-        server.post("/api/settings/Comfy.TutorialCompleted", True)
-        server.post("/api/settings/Comfy.VueNodes.Enabled", False)
+    base = tmp_path_factory.mktemp("examples") / "base"
+    with comfyui_with("newest", base, {"Comfy.VueNodes.Enabled": False}) as server:
         opened = ComfyPage(browser, server.port, width=2000, height=1300)
         opened.open()
         yield opened
-    finally:
-        server.stop()
 
 
 def shoot(page: ComfyPage, file: Path) -> None:
@@ -103,6 +93,10 @@ def test_an_example_opens_complete(page: ComfyPage, example: Path, tmp_path: Pat
 @pytest.mark.parametrize("kind", NODES)
 def test_a_node_can_be_added_and_has_its_help_picture(page: ComfyPage, kind: str, tmp_path: Path) -> None:
     page.build([{"key": "it", "type": kind, "pos": [100, 100]}], [])
+    if kind == "SafeScalerTrain":  # at once, not with the first tick
+        page.wait("document.querySelector('[data-testid=safe-scaler-train]')")
+        line = "() => document.querySelector('[data-testid=safe-scaler-train]').innerText"
+        assert page.run(line).strip() == "Not trained yet"
     page.run(
         """() => { const node = (app.rootGraph ?? app.graph).nodes[0];
           const size = node.computeSize(); node.setSize([Math.max(380, size[0]), size[1]]); }"""

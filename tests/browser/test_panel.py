@@ -4,68 +4,40 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from panel_setup import comfyui_with, pictures, toy_graph
 
 if TYPE_CHECKING:
     from browser_page import ComfyPage
     from comfyui_server import ComfyUI
     from playwright.sync_api import Browser
 
-ROOT = Path(__file__).resolve().parents[2]
-TOY = "toy (built in, for a first try)"
 STOP = "[data-testid=safe-scaler-stop]"
 MONITOR_DRAWS = "document.querySelectorAll('[data-testid=safe-scaler-monitor] canvas').length >= 1"
 MONITOR_SHOWS_A_STEP = "document.querySelector('[data-testid=safe-scaler-monitor]')?.innerText.includes('step')"
 
-NODES: list[dict[str, Any]] = [
-    {"key": "load", "type": "SafeScalerLoadSDXL", "pos": [20, 60], "widgets": {"checkpoint": TOY, "precision": "fp32"}},
-    {"key": "data", "type": "SafeScalerDataset", "pos": [20, 260], "size": [300, 720], "widgets": {"folder": "toy"}},
-    {"key": "targets", "type": "SafeScalerTargets", "pos": [360, 60], "size": [330, 450], "widgets": {"rank": 4}},
-    {"key": "monitor", "type": "SafeScalerGradientMonitor", "pos": [360, 580], "size": [330, 400]},
-    {"key": "train", "type": "SafeScalerTrain", "pos": [740, 60], "size": [330, 980], "widgets": {
-        "purpose": "own settings", "vram": "own settings", "output_name": "panel", "steps": 400, "learning_rate": 1e-3,
-        "train_seed": 7, "preview_prompts": "a red heart --s 2", "preview_every": 3, "device": "cpu", "batch_size": 1,
-        "validate_every": 5,
-        "more_settings": "preview.at_start = true\nvalidation.max_pictures = 2\nvalidation.bands = 2"}},
-]  # fmt: skip
-LINKS = [
-    ("load", "model", "data", "model"),
-    ("load", "model", "train", "model"),
-    ("data", "dataset", "train", "dataset"),
-    ("targets", "targets", "train", "targets"),
-    ("monitor", "monitor", "train", "monitor"),
-]
+NODES, LINKS = toy_graph(
+    dataset={"folder": "toy"},
+    monitor=True,
+    output_name="panel",
+    steps=400,
+    preview_prompts="a red heart --s 2",
+    preview_every=3,
+    validate_every=5,
+    more_settings="preview.at_start = true\nvalidation.max_pictures = 2\nvalidation.bands = 2",
+)
 
 
 @pytest.fixture(scope="module", params=["newest", pytest.param("1.27.10", marks=pytest.mark.slow)])
 def comfyui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    from comfyui_server import ComfyUI
-    from front_ends import static_root
-
-    root = static_root(request.param)
-    if root is None:
-        pytest.skip(f"the front end {request.param} can be neither found nor downloaded")
-    server = ComfyUI(tmp_path_factory.mktemp("browser") / "base", "--front-end-root", str(root))
-    server.front_end = request.param  # type: ignore[attr-defined]
-    try:
-        server.wait_until_up()
-        # Else a window of templates covers the page.
-        server.post("/api/settings/Comfy.TutorialCompleted", True)
-        server.post("/api/settings/SafeScaler.Panel.ConfirmStop", False)
+    base = tmp_path_factory.mktemp("browser") / "base"
+    with comfyui_with(request.param, base, {"SafeScaler.Panel.ConfirmStop": False}) as server:
         yield server
-    finally:
-        server.stop()
-
-
-def pictures(tmp_path: Path) -> Path:
-    """Where screenshots go: docs/pictures when SAFE_SCALER_PICTURES is set, else a temporary folder."""
-    return ROOT / "docs" / "pictures" if os.environ.get("SAFE_SCALER_PICTURES") else tmp_path
 
 
 def open_page(browser: Browser, comfyui: ComfyUI, **size: int) -> ComfyPage:

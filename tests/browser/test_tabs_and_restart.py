@@ -6,41 +6,32 @@ a browser; tests/web/client.test.js has the single rules.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from panel_setup import ROOT, comfyui_with, pictures, toy_graph
 
 if TYPE_CHECKING:
     from browser_page import ComfyPage
     from comfyui_server import ComfyUI
     from playwright.sync_api import Browser, BrowserContext
 
-ROOT = Path(__file__).resolve().parents[2]
-TOY = "toy (built in, for a first try)"
 pytestmark = pytest.mark.slow
 
 STEPS = 40
-NODES: list[dict[str, Any]] = [
-    {"key": "load", "type": "SafeScalerLoadSDXL", "pos": [20, 60], "widgets": {"checkpoint": TOY, "precision": "fp32"}},
-    {"key": "data", "type": "SafeScalerDataset", "pos": [20, 260], "size": [300, 720], "widgets": {"folder": "toy"}},
-    {"key": "targets", "type": "SafeScalerTargets", "pos": [360, 60], "size": [330, 450], "widgets": {"rank": 4}},
-    {"key": "monitor", "type": "SafeScalerGradientMonitor", "pos": [360, 580], "size": [330, 400]},
-    {"key": "train", "type": "SafeScalerTrain", "pos": [740, 60], "size": [330, 980], "widgets": {
-        "purpose": "own settings", "vram": "own settings", "output_name": "unbroken", "steps": STEPS,
-        "learning_rate": 1e-3, "train_seed": 7, "preview_prompts": "a red heart --s 2", "preview_every": 4,
-        "device": "cpu", "batch_size": 1, "save_every": 0, "validate_every": 0,
-        "more_settings": "validation.enabled = false"}},
-]  # fmt: skip
-LINKS = [
-    ("load", "model", "data", "model"),
-    ("load", "model", "train", "model"),
-    ("data", "dataset", "train", "dataset"),
-    ("targets", "targets", "train", "targets"),
-    ("monitor", "monitor", "train", "monitor"),
-]
+NODES, LINKS = toy_graph(
+    dataset={"folder": "toy"},
+    monitor=True,
+    output_name="unbroken",
+    steps=STEPS,
+    preview_prompts="a red heart --s 2",
+    preview_every=4,
+    save_every=0,
+    validate_every=0,
+    more_settings="validation.enabled = false",
+)
 
 SHOWN = """() => {
   const text = (selector) => document.querySelector(selector)?.innerText ?? null;
@@ -55,27 +46,10 @@ SHOWN = """() => {
 
 @pytest.fixture(scope="module", params=["newest", "1.27.10"])
 def comfyui(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    from comfyui_server import ComfyUI
-    from front_ends import static_root
-
-    root = static_root(request.param)
-    if root is None:
-        pytest.skip(f"the front end {request.param} can be neither found nor downloaded")
-    probe = ROOT / "tests" / "comfyui" / "probe_pack"
+    settings = {"Comfy.VueNodes.Enabled": False, "SafeScaler.Panel.ConfirmStop": False}
     base = tmp_path_factory.mktemp("tabs") / "base"
-    server = ComfyUI(base, "--front-end-root", str(root), packs=(probe,))
-    server.front_end = request.param  # type: ignore[attr-defined]
-    try:
-        server.wait_until_up()
-        for setting, value in (
-            ("Comfy.TutorialCompleted", True),
-            ("Comfy.VueNodes.Enabled", False),
-            ("SafeScaler.Panel.ConfirmStop", False),
-        ):
-            server.post(f"/api/settings/{setting}", value)
+    with comfyui_with(request.param, base, settings, packs=(ROOT / "tests" / "comfyui" / "probe_pack",)) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture
@@ -142,8 +116,7 @@ def test_tabs_share_a_run_and_a_restarted_server_goes_on_with_it(
     fourth.wait(f"document.querySelector('[data-testid=safe-scaler-train]')?.innerText.startsWith({offers})")
     fourth.wait(f"{badge('Stopped')} && document.querySelectorAll('.ss-thumb img').length > 0")
     fourth.page.wait_for_timeout(1000)
-    shots = ROOT / "docs" / "pictures" if os.environ.get("SAFE_SCALER_PICTURES") else tmp_path
-    fourth.picture(shots / f"restarted_{comfyui.front_end}.png")  # type: ignore[attr-defined]
+    fourth.picture(pictures(tmp_path) / f"restarted_{comfyui.front_end}.png")  # type: ignore[attr-defined]
 
     fourth.queue()
     everywhere = (second, third, fourth)

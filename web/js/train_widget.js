@@ -24,8 +24,10 @@ export function addTrainWidget(node, client) {
   });
   widget.serialize = false;
   client.watchers += 1;
+  const look = () => {
+    if (!document.hidden && root.isConnected) draw();
+  };
   const draw = () => {
-    if (document.hidden || !root.isConnected) return;
     root.dataset.theme = isDark(root) ? "dark" : "light";
     const state = client.runOfNode(node.id);
     setText(words, progressWords(state, client.waitingOfNode(node.id), client));
@@ -33,8 +35,8 @@ export function addTrainWidget(node, client) {
     const total = state?.run.total_steps || 0;
     fill.style.width = `${total > 0 ? ((100 * Math.min(state.run.step, total)) / total).toFixed(1) : 0}%`;
   };
-  const timer = setInterval(draw, EVERY_MS);
-  draw();
+  const timer = setInterval(look, EVERY_MS);
+  draw(); // before the node is on the page: else the bar would be full and without words for a second
   // A workflow that was saved before the line existed has no room for it.
   const configured = node.onConfigure;
   node.onConfigure = function onConfigure(...rest) {
