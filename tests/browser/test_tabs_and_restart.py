@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-STEPS = 40
+STEPS = 120
+"""More than a slow tab and a server that ends can miss: the run must still be going on when it is stopped again."""
 NODES, LINKS = toy_graph(
     dataset={"folder": "toy"},
     monitor=True,
     output_name="unbroken",
     steps=STEPS,
     preview_prompts="a red heart --s 2",
-    preview_every=4,
+    preview_every=8,
     save_every=0,
     validate_every=0,
     more_settings="validation.enabled = false",
