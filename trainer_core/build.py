@@ -197,10 +197,7 @@ class _Runner:
         parts = ", ".join(trained_parts(self.config))
         if status == "finished":
             return f"Trained {parts} for {state.step} steps ({state.applied} applied{rejected})."
-        return (
-            f"Stopped after step {state.step} of {total} ({state.applied} applied{rejected}). "
-            f"Go on with: safe-scaler resume {self.folder.path}"
-        )
+        return f"Stopped after step {state.step} of {total} ({state.applied} applied{rejected})."
 
     def _end(self, status: str, message: str, checkpoint: str | None, lora: Path | None) -> TrainResult:
         if self.assembly is not None:

@@ -27,6 +27,7 @@ from .cli_together import (
     resume_together,
     speaks,
     start_or_go_on,
+    tell_files,
     train_together,
 )
 from .config_io import load_config, with_settings
@@ -202,20 +203,12 @@ def _log_to(run_dir: Path) -> Iterator[None]:
 
 
 def _tell(result: TrainResult) -> int:
-    _tell_files(result.lora, result.report, result.run_dir)
+    tell_files(result.lora, result.report, result.run_dir, go_on=result.status == "stopped" and result.step > 0)
     if result.status == "failed":
         print(f"safe-scaler: {result.message}", file=sys.stderr)
     if result.status == "stopped" and result.step == 0:
         return EXIT_INTERRUPTED
     return result.exit_code
-
-
-def _tell_files(lora: Path | None, report: Path | None, run_dir: Path) -> None:
-    if lora is not None:
-        print(f"LoRA:   {lora}")
-    if report is not None:
-        print(f"Report: {report}")
-    print(f"Run:    {run_dir}")
 
 
 def _supervise(run_dir: Path) -> int:
@@ -229,7 +222,10 @@ def _supervise(run_dir: Path) -> int:
         outcome = supervise(run_dir, console, should_stop=commands.should_stop)
     console.close()
     report = run_dir / "report.html"
-    _tell_files(None if outcome.lora is None else Path(outcome.lora), report if report.exists() else None, run_dir)
+    lora = None if outcome.lora is None else Path(outcome.lora)
+    tell_files(
+        lora, report if report.exists() else None, run_dir, go_on=outcome.status == "stopped" and outcome.step > 0
+    )
     if outcome.status == "failed":
         print(f"safe-scaler: {outcome.message}", file=sys.stderr)
         return EXIT_FAILED

@@ -114,9 +114,16 @@ def train_together(prepare: Callable[[], Path], *, limit_s: float, around: Calla
     console.close()
     if result is None:
         return 0
-    for name, path in (("LoRA", result.lora), ("Report", result.report), ("Run", result.run_dir)):
-        if path is not None:
-            print(f"{name + ':':8}{path}")
+    tell_files(result.lora, result.report, result.run_dir, go_on=result.status == "stopped" and result.step > 0)
     if result.status == "failed":
         print(f"safe-scaler: {result.message}", file=sys.stderr)
     return result.exit_code
+
+
+def tell_files(lora: Path | None, report: Path | None, run_dir: Path, *, go_on: bool) -> None:
+    """What a run left, and with `go_on` the command that goes on with it."""
+    for name, path in (("LoRA", lora), ("Report", report), ("Run", run_dir)):
+        if path is not None:
+            print(f"{name + ':':8}{path}")
+    if go_on:
+        print(f"Go on:  safe-scaler resume {run_dir}")

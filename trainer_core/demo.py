@@ -171,7 +171,7 @@ def main(args: argparse.Namespace) -> int:
         result = run(folder.path, commands=commands, sink=console)
     console.close()
     if result.status == "stopped":
-        print(result.message)
+        print(f"{result.message} Go on with: safe-scaler resume {folder.path}")
         return 0
     if result.lora is None:
         raise TrainerError(f"The demo's training failed: {result.message}")

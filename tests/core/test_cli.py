@@ -13,7 +13,8 @@ import pytest
 from run_setup import small_config
 
 from trainer_core import __version__
-from trainer_core.cli import EXIT_FAILED, EXIT_WRONG, main
+from trainer_core.build import TrainResult
+from trainer_core.cli import EXIT_FAILED, EXIT_WRONG, _tell, main
 from trainer_core.cli_together import start_or_go_on, train_together
 from trainer_core.distributed.processes import ToldElsewhereError
 from trainer_core.errors import ResourceError
@@ -215,6 +216,17 @@ def test_every_process_tells_what_began_in_it(
     monkeypatch.setattr(launch, "run_together", fail)
     assert train_together(Path, limit_s=1.0, around=lambda path: None) == EXIT_FAILED
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "step", "told"), [("stopped", 3, True), ("stopped", 0, False), ("finished", 3, False)]
+)
+def test_how_to_go_on_is_said_where_that_can_be(
+    status: str, step: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = TrainResult(status, "", tmp_path, None, None, step, step, 0, None)
+    _tell(result)
+    assert (f"Go on:  safe-scaler resume {tmp_path}" in capsys.readouterr().out) == told
 
 
 def test_processes_that_their_launcher_restarts_go_on_with_their_run(

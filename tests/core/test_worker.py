@@ -111,7 +111,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_usable_lora(micro_model: Path, picture
     assert last["step"] <= step + 2
     assert Path(last["data"]["lora"]).is_file()
     assert last["data"]["checkpoint"]
-    assert "safe-scaler resume" in last["data"]["message"]
+    assert last["data"]["message"].startswith(f"Stopped after step {last['step']} of 500")
 
 
 def test_commands_are_obeyed_and_the_end_of_them_stops_a_supervised_worker(

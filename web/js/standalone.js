@@ -19,7 +19,7 @@ export function start(root, base) {
     reportUrl: (run) => `${base}/runs/${encodeURIComponent(run)}/report`,
     captionPictureUrl: (set, key) => `${base}/data_sets/${encodeURIComponent(set)}/pictures/${encodeURIComponent(key)}`,
     removeWaiting: null,
-    goOn: "",
+    goOn: "Go on with: safe-scaler resume and the folder of this run.",
     gpus: () => [],
   };
   mountPanel(place, client, environment);

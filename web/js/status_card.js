@@ -119,14 +119,12 @@ function fillBar(element, gpu) {
   setText(words, `${bytes(used, true)} of ${bytes(gpu.total, true)}`);
 }
 
-/** What came of a run. `goOn`: how to go on here, in place of the command line's own words; empty: those. */
-export function messageOf(run, goOn = "") {
+/** What came of a run. `goOn`: how one goes on here with a run that can be. */
+export function messageOf(run, goOn) {
   const result = run.lora ? `LoRA: ${bareName(run.lora)}` : "";
   if (run.state === "finished") return result;
-  let told = withoutPaths(run.message ?? "");
-  if (run.state === "interrupted") told = `The run ended without a last word.${goOn ? "" : " It can be resumed from its newest checkpoint."}`;
-  if (goOn) told = told.replace(/\s*Go on with: safe-scaler resume \S+/, "");
-  return [told, goOn && canGoOn(run) ? goOn : "", result].filter(Boolean).join(" ");
+  const told = run.state === "interrupted" ? "The run ended without a last word." : withoutPaths(run.message ?? "");
+  return [told, canGoOn(run) ? goOn : "", result].filter(Boolean).join(" ");
 }
 
 function inUse(gib, state, unit) {
