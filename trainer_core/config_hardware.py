@@ -28,6 +28,13 @@ class HardwareConfig:
         "device does not come twice",
         advanced=True,
     )
+    compile: str = option(
+        "off",
+        "run the UNet's blocks through torch.compile with this back end; steps in which something was compiled are "
+        "compared with uncompiled ones, and where they differ it goes off; every picture size takes minutes to compile",
+        choices=("off", "inductor", "aot_eager", "eager"),
+        advanced=True,
+    )
     sentinel_every: int = option(
         0,
         "steps between checks that the device computes the same batch twice to the same bits; 0 = never (500 costs "

@@ -17,8 +17,9 @@ def import_libraries() -> None:
     """
     if "diffusers" in sys.modules:
         return
-    # The trainer compiles nothing, but bitsandbytes decorates its CPU functions with torch.compile when it is imported
-    # (diffusers imports it wherever it is installed), and that imports the whole of torch._inductor.
+    # Only hardware.compile compiles anything (and takes this back), but bitsandbytes decorates its CPU functions with
+    # torch.compile when it is imported (diffusers imports it wherever it is installed), and that imports the whole of
+    # torch._inductor.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # Thousands of modules are made and none is thrown away: the collector would walk through them again and again,
     # here, during training, and when Python ends.

@@ -26,8 +26,7 @@ _ROWS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("fp8_base_unet", "flag", _NOT_YET, "Use --mixed_precision bf16 and --gradient_checkpointing.", ()),
     ("full_fp16", "flag", "adapter weights stay in fp32", "Use --mixed_precision fp16.", ()),
     ("full_bf16", "flag", "adapter weights stay in fp32", "Use --mixed_precision bf16.", ()),
-    ("torch_compile", "flag", _NOT_YET, "Leave it out.", ()),
-    ("dynamo_backend", "value", "torch.compile is not in this version", "Leave it out.", ("inductor", "no")),
+    ("dynamo_backend", "value", "other back ends are asked for by another name", "Use --hardware.compile BACKEND.", ("inductor", "no")),
     ("enable_npu_flash_attention", "flag", _NOT_YET, "Leave it out; torch's own attention is used.", ()),
     # network
     ("dim_from_weights", "flag", _NOT_YET, "Set --network_dim to the rank that `inspect FILE` prints.", ()),

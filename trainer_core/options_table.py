@@ -286,6 +286,7 @@ _ROWS: tuple[tuple[str, str, Rule, str, str], ...] = (
     ("max_grad_norm", "value", to("gradient.max_norm"), _KOHYA, ""),
     ("gradient_accumulation_steps", "value", to("gradient.accumulation"), _KOHYA, ""),
     ("gradient_checkpointing", "flag", switch("precision.gradient_checkpointing"), _KOHYA, ""),
+    ("torch_compile", "flag", sets({"hardware.compile": "inductor"}), _KOHYA, ""),
     (
         "mixed_precision",
         "value",

@@ -88,12 +88,22 @@ def _device(config: TrainConfig) -> Iterator[Problem]:
         yield from error.problems
 
 
+def _compile(config: TrainConfig) -> Iterator[Problem]:
+    from .cli_together import launched
+
+    kind = config.hardware.compile
+    if kind != "off" and launched() > 1:
+        why = f"goes with one process, and the launcher started {launched()}: they compile at different steps"
+        yield Problem("hardware.compile", kind, why, "Write off, or train in one process.")
+
+
 _CHECKS: tuple[tuple[set[str], Callable[[TrainConfig], Iterator[Problem]]], ...] = (
     ({"model.path", "model.vae", "model.config_dir"}, _model),
     ({"lora.weights"}, _starting_lora),
     ({"model.path", "model.config_dir", "lora.targets", "lora.network", "lora.network_args"}, _network),
     ({"dataset.cache_dir"}, _cache_folder),
     ({"run.device"}, _device),
+    ({"hardware.compile"}, _compile),
 )
 
 _HEAVY = (_network,)

@@ -52,7 +52,7 @@ _FREE_FIELDS = frozenset(
     }
 )
 # How, where and in what format the same step is computed.
-_ROUNDING = frozenset({"memory.micro_batch", "dataset.workers", "precision.compute", "run.device"})
+_ROUNDING = frozenset({"memory.micro_batch", "dataset.workers", "precision.compute", "run.device", "hardware.compile"})
 # validation.split decides which pictures are trained on.
 _BOUND_FIELDS = frozenset({"validation.split", "validation.enabled", "validation.max_pictures"})
 

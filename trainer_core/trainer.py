@@ -160,6 +160,8 @@ class Trainer:
             context=None if memory is None else memory.context,
             reduction=None if processes is None else Reduction(processes),
         )
+        self.measure: Callable[[StepWork], StepReading | None] = self.accumulation.measure
+        """Gradients and reading of a step; `hardware/compile_check.py` puts its own in this place."""
         if memory is not None:
             self.keepers["memory"] = memory.ladder
         if config.lora.clamp > 0:
@@ -241,7 +243,7 @@ class Trainer:
         epoch, group = self._position()
         work = self.guard.plan(epoch, group)
         while work.batches:
-            reading = self.accumulation.measure(work)
+            reading = self.measure(work)
             if reading is None:
                 parts.precision.abandon(parts.optimizer)
                 self.guard.recheck.stopped()

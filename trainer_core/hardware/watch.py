@@ -13,6 +13,7 @@ from ..errors import HardwareError
 from ..events import Intervention, Verdict, Warned
 from ..optim.phases import Trigger
 from . import HARDWARE
+from .compile_check import compile_blocks
 from .counters import Concern, CounterPolicy, NvmlSource, Source, Unreadable
 from .sentinel import Sentinel
 
@@ -113,5 +114,7 @@ def watch_device(trainer: Trainer, recovery: Recovery) -> None:
             name = f"{torch.cuda.get_device_name(device)} ({device})"
             recovery.hardware = HardwareWatch(trainer, NvmlSource(handle), name)
             trainer.watches.append(recovery.hardware)
+    if config.compile != "off":
+        compile_blocks(trainer, config.compile)
     if config.sentinel_every > 0:
         trainer.watches.append(Sentinel(trainer, config.sentinel_every))
