@@ -53,8 +53,8 @@ class CompiledBlocks:
         since it was compiled makes it be compiled again, with the hook."""
         from torch._dynamo import config
 
-        limits = {name: _MANY for name in _LIMITS if hasattr(config, name)}
-        with config.patch(skip_nnmodule_hook_guards=False, **limits):
+        settings: dict[str, Any] = {name: _MANY for name in _LIMITS if hasattr(config, name)}
+        with config.patch({"skip_nnmodule_hook_guards": False, **settings}):
             for name, block in self._blocks.items():
                 block.__dict__["forward"] = self._forwards[name]
             try:
