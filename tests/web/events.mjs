@@ -27,6 +27,7 @@ export function runStarted(seq = 1) {
 export function runFinished(seq, step, status = "finished") {
   return event("RunFinished", seq, step, {
     status, message: status === "failed" ? "out of memory" : "", applied: step, rejected: 1, lora: "cat.safetensors", seconds: 90,
+    checkpoint: "step-00000005",
   }); // prettier-ignore
 }
 

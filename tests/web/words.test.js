@@ -56,6 +56,7 @@ test("each kind of event has its sentence", () => {
   assert.match(told("Resumed", { checkpoint: "step-5", differences: ["lr"], passed_over: ["step-6"] }).text, /lr.*step-6/);
   assert.equal(sentence(runFinished(1, 5, "failed")).tone, "bad");
   assert.match(sentence(runFinished(1, 5, "stopped")).text, /can be resumed/);
+  assert.doesNotMatch(told("RunFinished", { status: "stopped", applied: 0, rejected: 0, checkpoint: null }).text, /can be resumed/);
   assert.equal(sentence(stepFinished(1, 1)), null);
   assert.equal(told("Heartbeat", {}), null);
   assert.equal(told("PreviewReady", { prompt: "a cat" }), null); // the gallery shows it; a snapshot's log has none

@@ -44,14 +44,16 @@ export class Controls {
   }
 
   async send(cmd) {
+    const { runId } = this; // while the question stands, another run may begin and be shown
     const asked = cmd === "pause" && this.paused ? "resume" : cmd;
     if (asked === "stop" && this.env.settings.confirmStop()) {
       const words = "Stop this run? A checkpoint and a usable LoRA are written first, and it can be resumed.";
       if (!(await this.env.confirm("Stop training", words))) return;
     }
     this.busy.add(cmd);
-    const answer = await this.client.command(this.runId, asked);
+    const answer = await this.client.command(runId, asked);
     this.busy.delete(cmd);
+    if (runId !== this.runId) return;
     this.#say({ cmd: asked, ok: answer.ok, words: answer.ok ? WORDS[asked] : answer.message, at: Date.now() });
   }
 

@@ -72,12 +72,14 @@ class Monitor {
       setText(this.badge, "Waiting");
       this.badge.className = "ss-badge";
       setText(this.where, "Shows the run of this graph once it begins");
+      this.#plots([], dark);
+      for (const element of [this.figures, this.verdict]) setText(element, "");
       return;
     }
     setText(this.badge, stateWord(state.run.state, state.paused));
     this.badge.className = `ss-badge ss-badge-${state.paused ? "paused" : state.run.state}`;
     setText(this.where, `step ${state.run.step}${state.run.total_steps ? ` of ${state.run.total_steps}` : ""}`);
-    this.#plots(state, dark);
+    this.#plots(charts(state), dark);
     this.#figures(state);
     this.#verdict(state);
   }
@@ -90,8 +92,12 @@ class Monitor {
     for (const view of this.views.values()) view.destroy();
   }
 
-  #plots(state, dark) {
-    for (const chart of charts(state).filter((one) => this.views.has(one.key))) {
+  /** What the run before this one drew goes, also while this one has no numbers yet. */
+  #plots(list, dark) {
+    for (const [key, view] of this.views) {
+      if (!list.some((chart) => chart.key === key)) view.root.remove();
+    }
+    for (const chart of list.filter((one) => this.views.has(one.key))) {
       const view = this.views.get(chart.key);
       if (!view.root.isConnected) this.plots.append(view.root);
       view.draw(chart, dark);

@@ -28,9 +28,8 @@ export class RunPicker {
       runs,
       (run) => run.run_id,
       (run) => this.#entry(run),
-      (element, run) => this.#refresh(element, run, selected),
     );
-    for (const run of runs) this.#refresh(this.list.querySelector(`[data-key="${run.run_id}"]`), run, selected);
+    runs.forEach((run, index) => this.#refresh(this.list.children[index], run, selected));
   }
 
   /** What ComfyUI's queue holds, in its order. */

@@ -57,7 +57,8 @@ const TELL = {
     const took = data.seconds ? ` after ${duration(data.seconds)}` : "";
     const counts = `${plural(data.applied, "step")} applied, ${data.rejected} rejected`;
     if (data.status === "finished") return line("good", `Training is finished${took}: ${counts}.`);
-    if (data.status === "stopped") return line("note", `Training was stopped${took}: ${counts}. It can be resumed.`);
+    const more = data.checkpoint ? " It can be resumed." : ""; // one that is stopped before its first step leaves nothing
+    if (data.status === "stopped") return line("note", `Training was stopped${took}: ${counts}.${more}`);
     return line("bad", `Training failed: ${data.message}`);
   },
 };
