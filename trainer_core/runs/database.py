@@ -77,6 +77,8 @@ class RunDatabase:
         self.on_problem = on_problem
         self._lock = threading.RLock()
         self._backlog: deque[Wire] = deque(maxlen=_BACKLOG)
+        self._gathered: list[Wire] = []
+        """Written and not committed yet; what fails next takes them back with it."""
         self._lost = 0
         self._failing_since: float | None = None
         self._last_try = 0.0
@@ -113,8 +115,11 @@ class RunDatabase:
                 return
             try:
                 self._write([wire])
+                if self._dirty:
+                    self._gathered.append(wire)
             except _BUGS:
                 self._connection.rollback()
+                self._write(self._gathered)
                 raise
             except sqlite3.Error as error:
                 self._fail(wire, error)
@@ -152,17 +157,6 @@ class RunDatabase:
                 " (SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'last_seq'))"
             ).fetchone()
             return int(row[0])
-
-    def set_meta(self, **values: str) -> None:
-        """Store facts about the run (pack version, config hash, names decided at start ...)."""
-        with self._lock:
-            for key, value in values.items():
-                self._put_meta(key, value)
-
-    def set_checkpoint_state(self, name: str, state: str) -> None:
-        """`state` of a checkpoint: good, verified, damaged, deleted."""
-        with self._lock, self._connection:
-            self._connection.execute("UPDATE checkpoints SET state = ? WHERE name = ?", (state, name))
 
     def add_health(self, step: int, rows: Iterable[tuple[str, dict[str, Any]]]) -> None:
         """Record gradient-health figures: one (module name, values) pair a row. A failing disk drops them."""
@@ -268,6 +262,7 @@ class RunDatabase:
         if self.journal == "wal" or now:
             self._connection.commit()
             self._dirty = False
+            self._gathered.clear()
         else:
             self._dirty = True
 
@@ -283,8 +278,10 @@ class RunDatabase:
             self._connection.rollback()
         except sqlite3.Error:
             log.exception("rolling %s back failed", self.path)
-        if wire is not None:
-            self._keep(wire)
+        self._dirty = False
+        for waiting in (*self._gathered, *(() if wire is None else (wire,))):
+            self._keep(waiting)
+        self._gathered.clear()
         self._last_try = time.monotonic()
         if self._failing_since is None:
             self._failing_since = self._last_try
@@ -301,7 +298,7 @@ class RunDatabase:
         waiting = list(self._backlog)
         try:
             self._write(waiting)
-            self._connection.commit()
+            self._commit(now=True)
         except sqlite3.Error as error:
             self._fail(None, error)
             return

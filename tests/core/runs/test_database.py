@@ -282,6 +282,37 @@ def test_a_full_disk_does_not_end_training_and_loses_nothing(tmp_path: Path, mon
         assert [row["step"] for row in view.steps()] == list(range(1, 2002))
 
 
+def test_steps_that_were_not_committed_yet_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where commits are gathered a failing write takes back the steps before it: they wait with it."""
+    monkeypatch.setattr("trainer_core.runs.database._RETRY_S", 0.0)
+    monkeypatch.setattr("trainer_core.runs.database._GATHER_S", 60.0)
+    told: list[str] = []
+    database = record(tmp_path / "run.db", started(), step(1), step(2), wal=False, on_problem=told.append)
+    bus = EventBusAt(database, 3)
+    fill(database, 1)
+    number = 2
+    while not told:
+        number += 1
+        bus.emit(step(number))
+    fill(database, 1 << 30)
+    bus.emit(step(number + 1))
+    assert told[1].endswith(f"can be written again; {number + 1} events were kept, 0 lost.")
+    database.close()
+    with open_readonly(tmp_path / "run.db") as view:
+        assert [row["step"] for row in view.steps()] == list(range(1, number + 2))
+
+
+def test_a_bug_takes_no_gathered_step_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_core.runs.database._GATHER_S", 60.0)
+    database = record(tmp_path / "run.db", started(), step(1), wal=False)
+    wire = {"v": 1, "seq": 3, "type": "PreviewReady", "run_id": "r", "step": 1, "time": 0.0}
+    with pytest.raises((sqlite3.ProgrammingError, sqlite3.InterfaceError)):
+        database({**wire, "data": {"file": {"no": "text"}, "prompt": "", "index": 0, "seed": 0}})
+    database.close()
+    with open_readonly(tmp_path / "run.db") as view:
+        assert [row["step"] for row in view.steps()] == [1]
+
+
 def test_a_problem_may_be_emitted_as_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The callback emits a Warned on the same bus, from inside the subscriber."""
     monkeypatch.setattr("trainer_core.runs.database._RETRY_S", 0.0)
@@ -373,20 +404,14 @@ def test_a_copied_run_folder_reads_the_same(tmp_path: Path) -> None:
         assert len(view.steps()) == 1
 
 
-def test_health_rows_and_checkpoint_states(tmp_path: Path) -> None:
-    database = record(
-        tmp_path / "run.db", started(), CheckpointSaved(step=2, name="step-00000002", bytes=1, seconds=0.1)
-    )
+def test_health_rows(tmp_path: Path) -> None:
+    database = record(tmp_path / "run.db", started())
     database.add_health(2, [("unet.a", {"norm": 0.5}), ("unet.b", {"norm": 1.5})])
-    database.set_checkpoint_state("step-00000002", "verified")
-    database.set_meta(final_lora="x.safetensors")
     with open_readonly(tmp_path / "run.db") as view:
         assert view.health() == [
             {"step": 2, "module": "unet.a", "data": {"norm": 0.5}},
             {"step": 2, "module": "unet.b", "data": {"norm": 1.5}},
         ]  # fmt: skip
-        assert view.checkpoints()[0]["state"] == "verified"
-        assert view.meta()["final_lora"] == "x.safetensors"
     database.resume_at(1)
     with open_readonly(tmp_path / "run.db") as view:
         assert view.health() == []
