@@ -59,7 +59,9 @@ def choose_run(
     if found.folder.read_config().get("data_digest") != extra.get("data_digest"):
         note = f"Run {found.run_id} of the same settings is not continued: pictures or captions have changed since."
         return ChosenRun(_create(config, [*notes, note], extra), note)
-    note = f"Continued run {found.run_id} from step {found.step}. Set start to 'new run' to train afresh."
+    newest = core.newest_good(found.folder.checkpoints)  # a run that died has decided more steps than it saved
+    step = found.step if newest is None else newest.step
+    note = f"Continued run {found.run_id} from step {step}. Set start to 'new run' to train afresh."
     return ChosenRun(found.folder, note)
 
 

@@ -54,7 +54,7 @@ class SafeScalerResume:
         if checkpoint != LATEST:
             return checkpoint
         found = latest_good()
-        return "" if found is None else found.run.run_id
+        return "" if found is None else f"{found.run.run_id} {found.checkpoint}"
 
     @contained
     def execute(self, checkpoint: str, mode: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,28 @@ def test_the_interrupted_run_of_the_same_settings_goes_on(part: Any, unfinished:
     chosen = part("choosing").choose_run(config, [], {"data_digest": "d"}, "continue", None)
     assert chosen.folder.path == unfinished.folder.path
     assert chosen.note == f"Continued run {unfinished.run_id} from step 4. Set start to 'new run' to train afresh."
+
+
+def test_the_step_is_that_of_the_checkpoint_and_not_the_last_one_decided(
+    part: Any, core: Any, unfinished: Any, config: Any, monkeypatch: Any
+) -> None:
+    """A run that was killed at step 4 with a checkpoint of step 3."""
+    monkeypatch.setattr(core, "newest_good", lambda folder: SimpleNamespace(step=3))
+    chosen = part("choosing").choose_run(config, [], {"data_digest": "d"}, "continue", None)
+    assert chosen.note.startswith(f"Continued run {unfinished.run_id} from step 3.")
+
+
+def test_latest_is_looked_at_again_when_the_run_has_a_newer_checkpoint(
+    pack: Any, part: Any, unfinished: Any, monkeypatch: Any
+) -> None:
+    """ComfyUI hands out the old checkpoint again as long as this does not change."""
+    entry = part("run_lists").Entry
+    told = []
+    for name in ("step-00000004", "step-00000006"):
+        found = entry(unfinished, name, 0, "", "")
+        monkeypatch.setattr(part("resume"), "latest_good", lambda found=found: found)
+        told.append(pack.NODE_CLASS_MAPPINGS["SafeScalerResume"].IS_CHANGED())
+    assert told[0] != told[1]
 
 
 def test_it_does_not_go_on_when_that_is_not_wanted_or_the_pictures_changed(
