@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .assemble import Assembly, assemble
-from .checkpoints.manifest import newest_good
+from .checkpoints.manifest import STATE, SavedCheckpoint, newest_good
 from .config import TrainConfig, trained_parts
 from .config_io import from_dict
 from .errors import HardwareError, TrainerError
@@ -164,7 +165,7 @@ class _Runner:
             processes=self.processes,
         )
         if self.assembly is None:
-            return "stopped", "Stopped before the first step; nothing was trained yet.", None, None
+            return "stopped", self._not_begun(), None, None
         session, trainer = self.assembly.session, self.assembly.trainer
         if config.run.drill:
             from .planted_fault import plant
@@ -178,12 +179,12 @@ class _Runner:
 
     def _rescue(self, error: TrainerError) -> str | None:
         """A checkpoint of a failed run, so that nothing is lost; the store refuses a damaged state. What a failing
-        device computed is not kept: an earlier checkpoint is named."""
-        if self.assembly is None or self.assembly.trainer.state.step == 0:
+        device computed is not kept, nor an update that may be half made: an earlier checkpoint is named."""
+        if self.assembly is None or self.assembly.trainer.state.step == 0 or isinstance(error, HardwareError):
             return None
-        if isinstance(error, HardwareError):
-            kept = self.assembly.session.store.newest()
-            return None if kept is None else kept.name
+        memory = self.assembly.trainer.parts.memory
+        if memory is not None and not memory.updates.whole:
+            return None
         try:
             return self.assembly.session.checkpoints.save_now(self.assembly.trainer.state.step)
         except TrainerError as error:
@@ -199,15 +200,41 @@ class _Runner:
             return f"Trained {parts} for {state.step} steps ({state.applied} applied{rejected})."
         return f"Stopped after step {state.step} of {total} ({state.applied} applied{rejected})."
 
+    def _not_begun(self) -> str:
+        kept = self._kept()
+        if kept is None:
+            return "Stopped before the first step; nothing was trained yet."
+        return f"Stopped before the training went on; {kept.name} is as it was."
+
+    def _kept(self) -> SavedCheckpoint | None:
+        """The checkpoint that a resume would begin with, whoever wrote it; None without one."""
+        return newest_good(self.folder.checkpoints)
+
+    def _counters(self, kept: SavedCheckpoint | None) -> tuple[int, int, int]:
+        """Steps, applied and rejected ones: of this attempt, or of the state that it did not get to load."""
+        if self.assembly is not None:
+            state = self.assembly.trainer.state
+            return state.step, state.applied, state.rejected
+        if kept is None:
+            return 0, 0, 0
+        try:
+            counters = json.loads((kept.path / STATE).read_text(encoding="utf-8"))["scalars"]["counters"]
+            return kept.step, int(counters["applied"]), int(counters["rejected"])
+        except (OSError, ValueError, KeyError) as error:
+            log.warning("the counters of %s cannot be read: %s", kept.name, error)
+            return kept.step, 0, 0
+
     def _end(self, status: str, message: str, checkpoint: str | None, lora: Path | None) -> TrainResult:
         if self.assembly is not None:
             self.assembly.session.checkpoints.close()  # nothing may be written once the run is given back
             if self.assembly.trainer.health is not None:
                 self.assembly.trainer.health.close()
-        if status == "finished" or checkpoint is None:
+        kept = self._kept()
+        if checkpoint is None and kept is not None:
+            checkpoint = kept.name
+        if status == "finished" or kept is None:
             release_name(Path(self.stored["final_lora"]))  # the file stands, or the run left nothing to go on from
-        state = None if self.assembly is None else self.assembly.trainer.state
-        step, applied, rejected = (0, 0, 0) if state is None else (state.step, state.applied, state.rejected)
+        step, applied, rejected = self._counters(kept)
         shown = None if lora is None else str(lora)
         self.bus.emit(
             RunFinished(

@@ -160,12 +160,16 @@ class Session:
 
         Raises:
             AdapterError: the file does not hold what it should, or the final adapter does nothing.
+            ResourceError: the final file could not be written.
         """
         target = path or self.folder.loras / self._lora_name(step)
         try:
             exported = self.export(target, step, require_effect=final)
         except (OSError, ResourceError) as error:
-            self._warn(step, "save", f"The LoRA file {target} could not be written: {error}")
+            text = f"The LoRA file {target} could not be written: {error}"
+            if final:
+                raise ResourceError(text) from error
+            self._warn(step, "save", text)
             return None
         for note in exported.notes:
             self._warn(step, "save", note)
@@ -238,11 +242,18 @@ class Session:
                     "Every step was rejected; the log names why."
                 )
             return checkpoint, None
-        target = self.final_lora if status == "finished" else None
-        lora = self.save_lora(step, target, final=status == "finished")
-        if status == "finished":
-            self.validate(step)
-            self.make_previews(step)
+        if status != "finished":
+            return checkpoint, self.save_lora(step)
+        try:
+            lora = self.save_lora(step, self.final_lora, final=True)
+        except ResourceError as error:
+            kept = f"The checkpoint {checkpoint} holds the result" if checkpoint else "Its checkpoint is missing too"
+            raise ResourceError(
+                f"All steps are trained and the run has no LoRA. {error}. {kept}: make room there, or fix the rights, "
+                "and resume the run."
+            ) from error
+        self.validate(step)
+        self.make_previews(step)
         return checkpoint, lora
 
     def shown(self, path: Path) -> str:

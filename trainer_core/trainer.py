@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +23,7 @@ from .config import TrainConfig
 from .distributed.alignment import EVERY, check_weights
 from .distributed.reduction import Reduction
 from .draws import Draws
+from .errors import ResourceError
 from .events import EventBus, PhaseChanged, StepFinished, Verdict
 from .memory.guard import memory_gib
 from .networks import DropoutDraws, Network
@@ -287,7 +288,7 @@ class Trainer:
         )
 
     def _decide(self, work: StepWork, reading: StepReading, verdict: StepVerdict, started: float) -> None:
-        state, parts = self.state, self.parts
+        state, parts, before = self.state, self.parts, replace(self.state)
         if verdict.action != "apply":
             self.guard.rejected(work, reading, verdict)  # may compute the step again, so nothing is counted before
         state.step += 1
@@ -295,7 +296,11 @@ class Trainer:
         state.samples += len(work.refs)
         clip = None
         if verdict.action == "apply":
-            clip = self._apply(work, reading, verdict, started)
+            try:
+                clip = self._apply(work, reading, verdict, started)
+            except ResourceError:
+                self.state = before  # the step was not made, and a checkpoint of now must not say so
+                raise
         else:
             parts.precision.reject(parts.optimizer, verdict, reading)
             state.rejected += 1

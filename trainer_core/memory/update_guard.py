@@ -57,6 +57,8 @@ class UpdateGuard:
         self._bytes = sum(parameter.numel() * 4 for parameter in self._parameters())
         self._room = room or (lambda: free_bytes(device))
         self._tell = tell
+        self.whole = True
+        """Whether the state is that after a decided step: not while an update is made, nor after one that failed."""
 
     def run(self, update: Callable[[], T], settle: Callable[[T], None] = lambda result: None) -> T:
         """`update()`, which changes parameters, gradients, optimizer state and averages and nothing else; then
@@ -65,11 +67,13 @@ class UpdateGuard:
         Raises:
             ResourceError: it ran out of memory, again and again, or without a copy to go back to.
         """
+        self.whole = False
         result = self._make(update)
         said = ""
         for _ in range(_TRIES):
             try:
                 settle(result)
+                self.whole = True
                 return result
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -108,6 +112,7 @@ class UpdateGuard:
             release(self._device)
             self._put_back(kept)
             self._tell(f"The update ran out of memory and is made again from the same gradients: {said}")
+        self.whole = True  # nothing was changed, or it was put back
         raise self._given_up(said)
 
     def _given_up(self, said: str) -> ResourceError:

@@ -1,0 +1,94 @@
+"""How runs end: what is said, what is kept to go on from, and whose name the result has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_setup import Recorder, small_config
+
+from trainer_core.build import TrainResult, resume_run, start_run
+from trainer_core.config import TrainConfig
+from trainer_core.export import Exporter
+from trainer_core.networks.file_check import body_hash
+from trainer_core.runs.protocol import Commands
+from trainer_core.trainer import Trainer
+
+
+def train(config: TrainConfig, stop_after: int | None = None) -> tuple[TrainResult, Recorder]:
+    commands = Commands()
+    recorder = Recorder(commands, stop_after)
+    return start_run(config, commands=commands, sink=recorder), recorder
+
+
+@pytest.fixture
+def config_for(micro_model: Path, pictures: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    def make(name: str = "out", **sections: dict[str, Any]) -> TrainConfig:
+        return small_config(micro_model, pictures, tmp_path / name, **sections)
+
+    return make
+
+
+def full_disk(self: Exporter, path: Path, step: int, *, require_effect: bool) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_run_whose_lora_cannot_be_written_has_not_finished(
+    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as failed with what to do, and a resume writes the file without training again."""
+    with monkeypatch.context() as broken:
+        broken.setattr(Exporter, "__call__", full_disk)
+        result, _ = train(config_for())
+    assert (result.status, result.exit_code, result.lora, result.checkpoint) == ("failed", 1, None, "step-00000004")
+    assert "the run has no LoRA" in result.message
+    assert "No space left on device" in result.message
+    recorder = Recorder()
+    done = resume_run(result.run_dir, sink=recorder)
+    assert (done.status, recorder.losses) == ("finished", [])
+    assert done.lora is not None
+    assert done.lora.is_file()
+
+
+def test_a_run_that_can_go_on_keeps_its_name(config_for: Callable[..., TrainConfig]) -> None:
+    """However an attempt ends: the name that was given back would be taken, and the other run's file overwritten."""
+    first, _ = train(config_for(), stop_after=2)
+    commands = Commands()
+    commands.stop("test")
+    stopped = resume_run(first.run_dir, commands=commands)  # while the pictures are looked at
+    assert (stopped.status, stopped.checkpoint, stopped.step, stopped.applied) == ("stopped", "step-00000002", 2, 2)
+    assert stopped.message == "Stopped before the training went on; step-00000002 is as it was."
+    other, _ = train(config_for(run={"seed": 12}))
+    assert other.lora is not None
+    made = other.lora.read_bytes()
+    done = resume_run(first.run_dir)
+    assert done.lora is not None
+    assert [other.lora.name, done.lora.name] == ["test-2.safetensors", "test.safetensors"]
+    assert other.lora.read_bytes() == made
+
+
+@pytest.mark.parametrize("room", [None, 1 << 60], ids=["put back", "half made"])
+def test_an_update_that_runs_out_of_memory_leaves_no_wrong_checkpoint(
+    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, room: int | None
+) -> None:
+    """Where the state was put back it is kept as that of the step before; where it may be half made it is not."""
+    whole, _ = train(config_for("whole"))
+    update = Trainer._update
+
+    def failing(self: Trainer, *arguments: Any) -> Any:
+        if self.state.step == 3:
+            next(iter(self.parts.network.parameters_of("unet").values())).data.add_(1.0)
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return update(self, *arguments)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Trainer, "_update", failing)
+        broken.setattr("trainer_core.memory.update_guard.free_bytes", lambda device: room)
+        failed, _ = train(config_for("failed", checkpoint={"every_steps": 1}))
+    assert (failed.status, failed.step, failed.checkpoint) == ("failed", 2, "step-00000002")
+    done = resume_run(failed.run_dir)
+    assert (done.status, done.step, done.applied) == ("finished", 4, 4)
+    assert body_hash(done.lora) == body_hash(whole.lora)
