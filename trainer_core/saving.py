@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .checkpoints.manifest import STATE
 from .checkpoints.snapshot import SnapshotPool
 from .checkpoints.writer import BackgroundWriter, WriteOutcome
 from .config import CheckpointConfig
 from .errors import CheckpointError, ResourceError
 from .events import CheckpointSaved, EventBus, PhaseChanged, Warned
-from .health.goodness import says_good
+from .health.goodness import is_good, says_good
 
 if TYPE_CHECKING:
     from .checkpoints.store import CheckpointStore, RunState
@@ -67,6 +68,8 @@ class RunCheckpoints:
         """The run was taken up from checkpoint `name` of `step`; that step needs no second one."""
         self._last_step = step
         self._names = {step: name}
+        good = (saved for saved in self.store.list() if not saved.problem and is_good(saved.path / STATE))
+        self.good_name = next((saved.name for saved in good), None)
 
     def rolled_back(self) -> None:
         """The run went back: its state is no longer that of any step written so far."""

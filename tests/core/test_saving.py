@@ -125,6 +125,44 @@ def test_the_last_save_waits_and_is_not_made_twice(tmp_path: Path) -> None:
     assert kept.steps().count(3) == 1
 
 
+class Judged(Keeping):
+    """Its checkpoints say whether they are good to go back to."""
+
+    good = True
+
+    def _state(self) -> RunState:
+        state = super()._state()
+        state.scalars["good"] = {"good": self.good}
+        return state
+
+
+def test_the_newest_good_one_is_kept_over_a_resume(tmp_path: Path) -> None:
+    kept = Judged(tmp_path, keep_last=1)
+    kept.save(1)
+    kept.good = False
+    kept.save(2)
+    again = Judged(tmp_path, keep_last=1)
+    again.good = False
+    again.store.load()
+    again.checkpoints.went_on_from("step-00000002", 2)
+    for step in (3, 4, 5):
+        again.save(step)
+    assert again.checkpoints.good_name == "step-00000001"
+    assert 1 in again.steps()
+
+
+def test_a_full_disk_leaves_the_milestones(tmp_path: Path) -> None:
+    """Room for another try is made with those that are not kept for good."""
+    io = FailingWrites(1 << 22)
+    kept = Keeping(tmp_path, io=io, keep_last=1, milestone_every=2)
+    for step in (2, 4, 5):
+        kept.save(step)
+    io.room = 100
+    kept.save(6)
+    assert len(kept.warnings()) == 2
+    assert kept.steps() == [5, 4, 2]
+
+
 def test_a_full_disk_is_told_with_bytes_and_tried_again(tmp_path: Path) -> None:
     """C8 and kind save: the training goes on, the older one stays, the message has needed and free bytes."""
     io = FailingWrites(1 << 22)

@@ -104,6 +104,11 @@ class CheckpointStore:
                 f"The checkpoint {wanted[0].name} is damaged: {error}. "
                 "Name another one, or 'latest' for the newest good one."
             ) from error
+        except OSError as error:
+            raise CheckpointError(
+                f"The checkpoint {wanted[0].name} cannot be read: {error.strerror or error}. Check the disk, or name "
+                "another one."
+            ) from error
         self.in_use = state.name
         return state
 
@@ -284,6 +289,10 @@ class CheckpointStore:
                 log.warning("the checkpoint %s is damaged and passed over: %s", saved.name, error)
                 if set_aside:
                     self._set_aside(saved.path, str(error))
+                continue
+            except OSError as error:  # perhaps for this moment only, so it keeps its name
+                passed_over.append(f"{saved.name}: it cannot be read ({error.strerror or error})")
+                log.warning("the checkpoint %s cannot be read and is passed over: %s", saved.name, error)
                 continue
             state.passed_over = tuple(passed_over)
             self.in_use = state.name

@@ -146,7 +146,8 @@ class BackgroundWriter:
     def _write(self, job: _Job) -> SavedCheckpoint:
         """In the writer's thread."""
         if job.tries > 1:  # the disk may be full: make room before trying again
-            self._store.prune(max(1, self._keep_last - job.tries + 1), job.protect)
+            fewer = max(1, self._keep_last - job.tries + 1)
+            self._store.prune(fewer, job.protect, milestone_every=self._milestone_every)
         saved = self._store.save(job.snapshot, job.step, verify=job.verify)
         self._store.prune(self._keep_last, job.protect, milestone_every=self._milestone_every)
         return saved
