@@ -200,7 +200,8 @@ class Ack(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFinished(Event):
-    """`status`: finished, stopped or failed. Paths are relative to the run folder where they lie in it."""
+    """`status`: finished, stopped or failed. `lora`: path of the file that this attempt wrote. `checkpoint`: name of
+    the one to go on from, whoever wrote it."""
 
     status: str
     message: str

@@ -225,9 +225,13 @@ class Recovery:
             learning_rate=self.config.optimizer.learning_rate * self.ladder.lr_factor,
         )
         path = self.session.folder.path / REPORT
-        if self.session.is_first:
-            DurableIO().replace_file(path, stop_report(facts).encode("utf-8", "replace"))
-        raise guard.failure(trigger, f"{why} What was tried and what to change: {path}.")
+        told = f"What was tried and what to change: {path}."
+        try:
+            if self.session.is_first:
+                DurableIO().replace_file(path, stop_report(facts).encode("utf-8", "replace"))
+        except OSError as error:
+            told = f"The report of what was tried could not be written to {path} ({error.strerror})."
+        raise guard.failure(trigger, f"{why} {told}")
 
 
 def _read_decision(told: Mapping[str, Any]) -> Decision:

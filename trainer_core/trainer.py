@@ -361,13 +361,11 @@ class Trainer:
         else:
             clip = update()
             settle(clip)
-        rates = effective_rates(parts.optimizer)
         state.applied += 1
         before = reading.loss if state.loss_avg is None else state.loss_avg
         state.loss_avg = _AVERAGE_DECAY * before + (1.0 - _AVERAGE_DECAY) * reading.loss
         seconds = time.perf_counter() - started
         state.seconds += seconds
-        phases = parts.precision.phases
         self.bus.emit(
             StepFinished(
                 step=state.step,
@@ -376,7 +374,7 @@ class Trainer:
                 loss=reading.loss,
                 loss_avg=state.loss_avg,
                 grad_norm=reading.grad_norm,
-                lr=rates,
+                lr=effective_rates(parts.optimizer),
                 loss_scale=reading.loss_scale,
                 rejected_steps=state.rejected,
                 samples_per_second=len(reading.loss_B) / seconds,
@@ -386,8 +384,8 @@ class Trainer:
                 clipped=clip.acted,
                 clip_factor=clip.factor,
                 left_out=self.guard.files(work.dropped) + verdict.left_out,
-                phase=phases.phase,
-                rejected_share=phases.rejected_share,
+                phase=parts.precision.phases.phase,
+                rejected_share=parts.precision.phases.rejected_share,
                 clamp_rate=_share(reading.extra),
             )
         )

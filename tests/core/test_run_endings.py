@@ -14,6 +14,7 @@ from trainer_core.build import TrainResult, resume_run, start_run
 from trainer_core.config import TrainConfig
 from trainer_core.export import Exporter
 from trainer_core.networks.file_check import body_hash
+from trainer_core.runs.platform import DurableIO
 from trainer_core.runs.protocol import Commands
 from trainer_core.trainer import Trainer
 
@@ -92,3 +93,26 @@ def test_an_update_that_runs_out_of_memory_leaves_no_wrong_checkpoint(
     done = resume_run(failed.run_dir)
     assert (done.status, done.step, done.applied) == ("finished", 4, 4)
     assert body_hash(done.lora) == body_hash(whole.lora)
+
+
+def test_a_file_for_the_report_that_cannot_be_written_ends_no_run(
+    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a run that ends for another reason says that one."""
+    replace_file = DurableIO.replace_file
+
+    def full(self: DurableIO, path: Path, data: bytes) -> None:
+        if path.name in ("memory.json", "stop_report.md"):
+            raise OSError(28, "No space left on device")
+        replace_file(self, path, data)
+
+    def not_finite(self: Trainer, epoch: int, batch: Any) -> torch.Tensor:
+        return trained(self, epoch, batch) * float("nan")
+
+    trained = Trainer.loss
+    monkeypatch.setattr(DurableIO, "replace_file", full)
+    monkeypatch.setattr(Trainer, "loss", not_finite)
+    result, recorder = train(config_for(safety={"rungs": ("freeze_module",)}, precision={"max_rejected_steps": 2}))
+    assert len(recorder.of("StepRejected")) == 2
+    assert result.message.startswith("Stopped at step 2: 2 rejected steps in a row (POISON).")
+    assert "could not be written to" in result.message

@@ -7,6 +7,7 @@ for every model in the first forward of the run (the probe's, where there is one
 from __future__ import annotations
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 from ..networks.layer_kinds import place_of
 from ..networks.target_presets import PRESETS
 from ..networks.targets import find_targets
+from ..runs.platform import DurableIO
 from .activations import Held
 from .before_loading import asked_of
 from .estimate import RANKS, SDXL_SETS, SDXL_UNET, model_need, sdxl_need, set_of
@@ -26,14 +28,16 @@ if TYPE_CHECKING:
 
 FILE_NAME = "memory.json"
 
+log = logging.getLogger(__name__)
+
 _PRESETS = dict(zip(SDXL_SETS, ("attention", "attention_mlp", "full"), strict=True))
 
 
 def keep_estimate(folder: Path, parts: TrainerParts, config: TrainConfig) -> None:
-    """Write the estimate of an assembled run into its folder; the first forward adds the counted activations."""
+    """Write the estimate of an assembled run into its folder; the first forward adds the counted activations. A full
+    disk costs the report a table, and no run."""
     path = folder / FILE_NAME
-    path.write_text(json.dumps(estimate_run(parts, config), indent=1) + "\n", encoding="utf-8")
-    if parts.memory is not None:
+    if _write(path, estimate_run(parts, config)) and parts.memory is not None:
         parts.memory.on_counted = partial(_add_counted, path)
 
 
@@ -77,6 +81,18 @@ def _set(unet: torch.nn.Module, name: str) -> tuple[int, int]:
 
 def _add_counted(path: Path, held: Held) -> None:
     """Activations that the first forward kept for backward."""
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    facts["counted"] = {"tensors": held.tensors, "bytes": held.bytes}
-    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read: %s", path, error)
+        return
+    _write(path, {**facts, "counted": {"tensors": held.tensors, "bytes": held.bytes}})
+
+
+def _write(path: Path, facts: dict[str, Any]) -> bool:
+    try:
+        DurableIO().replace_file(path, (json.dumps(facts, indent=1) + "\n").encode("utf-8"))
+    except OSError as error:
+        log.warning("%s cannot be written: %s", path, error)
+        return False
+    return True

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a supervised run ended. `status`: finished, stopped or failed; paths as in RunFinished."""
+    """How a supervised run ended. `status`: finished, stopped or failed; `lora` and `checkpoint` as in RunFinished."""
 
     status: str
     message: str
