@@ -7,8 +7,6 @@ together in one `ConfigError`, before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +17,8 @@ from .config_presets import PRESETS
 from .config_rules import advice, problems
 from .errors import ConfigError, Problem
 from .options import find, habit_notes, resolve
+from .plain_text import parse_json, parse_toml
 from .preflight import preflight
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 #: Version n -> a pure function from data of version n to data of version n + 1.
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
@@ -103,13 +97,34 @@ def load_config(
     """
     found: list[Problem] = list(earlier)
     notes: list[str] = []
+    return _finish(_layers(file, flags, preset, found, notes), found, notes, check=check, light=light)
+
+
+def asked_settings(
+    file: Path | None, flags: Mapping[str, Any], preset: str | None = None, *, earlier: Sequence[Problem] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """What file, flags and preset ask for, by `section.field`, without defaults: the changes to a run that goes on.
+
+    Arguments, notes and errors as of `load_config`; rules are not checked.
+    """
+    found: list[Problem] = list(earlier)
+    notes: list[str] = []
+    settings = merge(_layers(file, flags, preset, found, notes))
+    if found:
+        raise ConfigError(found)
+    return settings, notes
+
+
+def _layers(
+    file: Path | None, flags: Mapping[str, Any], preset: str | None, found: list[Problem], notes: list[str]
+) -> list[dict[str, Any]]:
+    """Settings of preset, file and flags, lowest first; what is wrong with them goes into `found`."""
     from_file: dict[str, Any] = {}
     if file is not None:
         data = read_file(file)
         preset = preset or _file_preset(data, found)
         from_file = _file_settings(data, file, found, notes)
-    layers = [_preset_settings(preset, found, notes), from_file, _flag_settings(flags, found)]
-    return _finish(layers, found, notes, check=check, light=light)
+    return [_preset_settings(preset, found, notes), from_file, _flag_settings(flags, found)]
 
 
 def _finish(
@@ -164,7 +179,7 @@ def read_file(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError([Problem("config", shown, f"cannot be read: {error.strerror}", "Check the path.")]) from None
     try:
-        data: Any = json.loads(text) if file.suffix.lower() == ".json" else tomllib.loads(text)
+        data: Any = parse_json(text) if file.suffix.lower() == ".json" else parse_toml(text)
     except ValueError as error:
         hint = "Backslashes: write paths in 'single quotes' or with forward slashes." if "\\" in text else "Correct it."
         raise ConfigError([Problem("config", shown, f"is not valid: {error}", hint)]) from None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from .console import clock, size
 from .errors import AdapterError, TrainerError
+from .plain_text import parse_json
 
 _LORA_MARKS = (".lora_down.", ".lora_up.", ".lora_A.", ".lora_B.")
 _OTHER_MARKS = (".hada_w1", ".lokr_w1", ".oft_blocks", ".on_input", ".dora_scale", ".diff", ".a1.weight", ".lora_mid.")
@@ -44,7 +44,7 @@ def _is_lora(path: Path) -> bool:
             length = int.from_bytes(file.read(8), "little")
             if length > 100_000_000:
                 return False
-            names = json.loads(file.read(length))
+            names = parse_json(file.read(length))
     except (OSError, ValueError):
         return False
     return isinstance(names, dict) and any(mark in name for name in names for mark in (*_LORA_MARKS, *_OTHER_MARKS))

@@ -9,8 +9,6 @@ when switched on; `validation_split` may stand in subsets too. All problems come
 from __future__ import annotations
 
 import difflib
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,13 +16,9 @@ from typing import Any
 
 from ..config import BucketConfig, DatasetConfig
 from ..errors import ConfigError, DatasetError, Problem
+from ..plain_text import parse_json, parse_toml
 from .folders import clean_folder
 from .sets import SetSpec, base_spec
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _BOOL, _INT, _NUMBER, _TEXT, _SIZE, _PAIR, _TABLE = (
     "true or false",
@@ -129,7 +123,7 @@ def load_dataset_file(file: Path) -> dict[str, Any]:
             f"The data-set config file '{file}' cannot be read: {error.strerror or error}.", file
         ) from error
     try:
-        content: Any = json.loads(text) if file.suffix.lower() == ".json" else tomllib.loads(text)
+        content: Any = parse_json(text) if file.suffix.lower() == ".json" else parse_toml(text)
     except ValueError as error:
         raise DatasetError(f"The data-set config file '{file}' cannot be parsed: {error}.", file) from error
     if not isinstance(content, dict):

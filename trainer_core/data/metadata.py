@@ -8,7 +8,6 @@ trusted: every picture is decoded anyway.
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import DatasetError
+from ..plain_text import parse_json
 from .caption_files import CaptionError, decode_text
 
 DEFAULT_NAMES = ("metadata.jsonl", "metadata.json")
@@ -82,14 +82,14 @@ def _line_rows(path: Path, text: str, problems: list[str]) -> Iterator[tuple[str
         if not line.strip():
             continue
         try:
-            yield f"{path.name} line {number}", json.loads(line)
+            yield f"{path.name} line {number}", parse_json(line)
         except ValueError as error:
             problems.append(f"{path.name} line {number} is no JSON: {error}")
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         raise DatasetError(f"The metadata file '{path}' is no JSON: {error}.", path) from error
     if isinstance(content, dict):

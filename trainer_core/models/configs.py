@@ -47,7 +47,7 @@ def read_config(folder: Path, part: str) -> dict[str, Any] | None:
         return None
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelFileError(
             f"'{path}' cannot be read as JSON: {error}. Restore it or leave config_dir out.", path
         ) from error

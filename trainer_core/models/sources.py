@@ -202,12 +202,11 @@ def _metadata_configs(file: TensorFile) -> dict[str, dict[str, Any]]:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
-    except ValueError as error:
+        return {part: dict(config) for part, config in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFileError(
             f"'{file.path}' is damaged: its metadata '{CONFIG_KEY}' is not readable.", file.path
         ) from error
-    return {part: dict(config) for part, config in found.items()}
 
 
 def _folder_source(path: Path) -> Source:
@@ -301,7 +300,7 @@ def _named(files: Iterable[TensorFile], part: str) -> dict[str, Slot]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(f"'{path}' cannot be read: {error}. Download the folder again.", path) from error
     if not isinstance(found, dict):
         raise ModelFileError(f"'{path}' is damaged: it should hold a JSON table. Download the folder again.", path)

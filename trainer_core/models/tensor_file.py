@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from ..errors import ModelFileError
+from ..plain_text import parse_json
 from .foreign import describe_foreign
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -153,7 +154,7 @@ def _first_bytes(path: Path) -> tuple[int, bytes]:
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(text)
+        header = parse_json(text)
     except ValueError as error:
         raise ModelFileError(
             f"'{path}' is not a safetensors file: its header is not readable ({error}). "

@@ -214,6 +214,6 @@ def _top_tags(text: str) -> Sequence[str]:
         counts: Counter[str] = Counter()
         for tags in table.values():
             counts.update(tags)
-    except (ValueError, AttributeError, TypeError):
+        return [f"{tag} ({count})" for tag, count in counts.most_common(_TOP_TAGS)]
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return ()
-    return [f"{tag} ({count})" for tag, count in counts.most_common(_TOP_TAGS)]

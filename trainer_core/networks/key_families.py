@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..errors import AdapterError
 from ..models.sgm_keys import bare_text_name, unet_diffusers_to_sgm
 from .naming import kohya_name, part_of_name
 
@@ -164,11 +165,19 @@ _TOP_LEVEL = {
 
 
 def _add_diffusers_alphas(renamed: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Fill in alphas from the `lora_adapter_metadata` that diffusers' `save_lora_weights` writes."""
+    """Fill in alphas from the `lora_adapter_metadata` that diffusers' `save_lora_weights` writes.
+
+    AdapterError when these are damaged: another alpha would load the file at another strength, without a word.
+    """
     try:
-        table: dict[str, Any] = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-    except ValueError:
-        return
+        _fill_alphas(renamed, dict(json.loads(metadata.get("lora_adapter_metadata", "{}"))))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise AdapterError(
+            f"its metadata 'lora_adapter_metadata', which hold the alphas, are damaged ({error}). Get the file again."
+        ) from error
+
+
+def _fill_alphas(renamed: dict[str, torch.Tensor], table: Mapping[str, Any]) -> None:
     prefixes = {"unet": "unet.", "te1": "text_encoder.", "te2": "text_encoder_2."}
     patterns = {
         part: _alpha_pattern(part, table.get(f"{prefix}alpha_pattern") or {}) for part, prefix in prefixes.items()

@@ -108,7 +108,11 @@ def read_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
     Raises:
         AdapterError: as `load_lora`.
     """
-    converted = to_kohya(tensors, metadata)
+    tensors, narrow = _plain_numbers(file, tensors)
+    try:
+        converted = to_kohya(tensors, metadata)
+    except AdapterError as error:
+        raise AdapterError(f"'{file}': {error}") from error
     if converted.unknown:
         _refuse_unknown(file, converted, tensors)
     state = dict(converted.tensors)
@@ -127,7 +131,31 @@ def read_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
             raise AdapterError(f"'{file}': alpha of '{name}' has {alpha.numel()} values; it must be one number.")
         alphas[name] = float(ranks[name]) if alpha is None else float(alpha.reshape(()))
         state[name + ALPHA] = torch.tensor(alphas[name], dtype=torch.float32)
-    return LoraFile(file, state, metadata, ranks, alphas, converted.families, _warnings(alphas, without_alpha))
+    _refuse_beyond_float32(file, state)
+    odd = (*narrow, *_warnings(alphas, without_alpha))
+    return LoraFile(file, state, metadata, ranks, alphas, converted.families, odd)
+
+
+def _plain_numbers(
+    file: Path, tensors: Mapping[str, torch.Tensor]
+) -> tuple[Mapping[str, torch.Tensor], tuple[str, ...]]:
+    """The tensors with 8-bit floats as float16, which holds them exactly, and what is to be said about that.
+
+    Whole, true-or-false and complex numbers are refused: as weights they come from a quantised file whose factors are
+    kept elsewhere, or from damage. An alpha may be a whole number.
+    """
+    found = dict(tensors)
+    narrow = [key for key, value in tensors.items() if value.is_floating_point() and value.element_size() == 1]
+    found |= {key: tensors[key].to(torch.float16) for key in narrow}
+    for key, value in tensors.items():
+        if not value.is_floating_point() and (value.is_complex() or not key.endswith(ALPHA)):
+            raise AdapterError(
+                f"'{file}': '{key}' is stored as {str(value.dtype).removeprefix('torch.')}; LoRA weights are fp32, "
+                "fp16 or bf16. The file is quantised in a way that cannot be read, or damaged; get another one."
+            )
+    if not narrow:
+        return tensors, ()
+    return found, (f"{len(narrow)} of {len(tensors)} tensors are in 8 bits and are read as fp16, which is exact.",)
 
 
 def _refuse_unknown(file: Path, converted: KohyaTensors, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -170,6 +198,18 @@ def _refuse_non_finite(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             f"'{file}' holds NaN or infinity in {len(bad)} of {len(tensors)} tensors, such as '{bad[0]}'. "
             "The training that wrote it diverged; use an earlier file of that run."
         )
+
+
+def _refuse_beyond_float32(file: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """float64 holds numbers that become infinite in every format that LoRAs are computed in."""
+    limit = torch.finfo(torch.float32).max
+    for key, value in state.items():
+        wide = value.dtype == torch.float64 and bool((value.abs() > limit).any())
+        if wide or not torch.isfinite(value).all():
+            raise AdapterError(
+                f"'{file}': '{key}' holds numbers above {limit:.1e}, which are infinite in float32. The file is "
+                "damaged, or the training that wrote it diverged; use an earlier one."
+            )
 
 
 def _rank(file: Path, name: str, down: torch.Tensor, up: torch.Tensor) -> int:

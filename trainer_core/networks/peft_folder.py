@@ -112,10 +112,10 @@ def _names_of(model: SDXLModel, part: str) -> dict[str, str]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise AdapterError(f"There is no '{path}'. Give a folder that PEFT's save_pretrained wrote.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise AdapterError(f"'{path}' cannot be read: {error}.") from error
     if config.get("peft_type") != "LORA" or config.get("use_dora"):
         kind = "DoRA" if config.get("use_dora") else config.get("peft_type")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import ConfigError, Problem, ResourceError
+from ..plain_text import parse_json
 from .platform import DurableIO, LockBusy, LockCalls, LockUnsupported, locked
 
 FORMAT_VERSION = 1
@@ -119,6 +120,16 @@ class RunFolder:
         """The stored config. ConfigError when missing, damaged, or of a newer format (naming both versions)."""
         return read_config(self.config_path)
 
+    def read_run(self) -> dict[str, Any]:
+        """`read_config` of a run that is to be trained. ConfigError too when it lacks what every run has."""
+        stored = self.read_config()
+        for name, kind, sort in (("config", dict, "a table"), ("final_lora", str, "a path")):
+            if not isinstance(stored.get(name), kind) or "\0" in stored[name]:
+                why = f"the file is damaged: '{name}' should be {sort}"
+                fix = "Restore it from a copy or start a new run."
+                raise ConfigError([Problem(str(self.config_path), stored.get(name), why, fix)])
+        return stored
+
     @contextlib.contextmanager
     def lock(self, calls: LockCalls | None = None, patience: float = _LOCK_PATIENCE_S) -> Generator[None, None, None]:
         """Hold the run for writing. ResourceError, naming the holder, when another process writes it.
@@ -181,7 +192,7 @@ def read_config(path: Path) -> dict[str, Any]:
     from .. import __version__
 
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         why = f"it cannot be read ({error.strerror})"
         raise ConfigError([Problem("config.json", str(path), why, "Give the folder of a run.")]) from error
@@ -220,8 +231,14 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def free_name(folder: Path, stem: str, suffix: str, *, owner: Path | None = None) -> Path:
-    """A file name in `folder` that nothing holds: `stem + suffix`, or `stem-2`, `stem-3` ...
+def companion_name(path: Path, form: str) -> str:
+    """Name beside the LoRA file `path` of its copy in another format (PEFT's is a folder)."""
+    return f"{path.stem}.{form}" if form == "peft" else f"{path.stem}.{form}{path.suffix}"
+
+
+def free_name(folder: Path, stem: str, suffix: str, *, owner: Path | None = None, form: str = "kohya") -> Path:
+    """A file name in `folder` that nothing holds: `stem + suffix`, or `stem-2`, `stem-3` ...; with a `form` other
+    than kohya's the name of its copy is free too.
 
     With `owner` (a run folder) the name is also reserved for that run until `release_name`, by a small hidden file
     beside it, so that two runs that start together choose different names. The file itself is not created: nothing
@@ -233,7 +250,10 @@ def free_name(folder: Path, stem: str, suffix: str, *, owner: Path | None = None
     while True:
         path = folder / f"{stem}{suffix}" if number == 1 else folder / f"{stem}-{number}{suffix}"
         number += 1
-        if not path.exists() and (owner is None or _reserve(path, owner)) and not (owner is None and _held(path)):
+        names = (path,) if form == "kohya" else (path, path.with_name(companion_name(path, form)))
+        if any(os.path.lexists(taken) for taken in names):  # a link that leads nowhere too
+            continue
+        if (owner is None or _reserve(path, owner)) and not (owner is None and _held(path)):
             return path
 
 

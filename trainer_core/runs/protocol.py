@@ -58,7 +58,7 @@ def decode_command(line: bytes) -> Command:
     """Read one command line. BadCommand says what is wrong with it and what is allowed."""
     try:
         loaded = json.loads(line.decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadCommand(f"not a JSON object in UTF-8 ({error}); expected {{v, id, cmd}}") from error
     if not isinstance(loaded, dict):
         raise BadCommand("not a JSON object; expected {v, id, cmd}")

@@ -192,3 +192,37 @@ def test_foreign_and_broken_content_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(AdapterError, match=words) as caught:
         load_lora(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["alpha", "lora_down.weight", "lora_up.weight"])
+def test_numbers_beyond_float32_are_refused(tmp_path: Path, where: str) -> None:
+    """They are finite in a float64 file, and infinite as soon as anything is computed."""
+    tensors = pair(Q, 2, 1.0, "float64")
+    tensors[f"{Q}.{where}"] = np.full_like(tensors[f"{Q}.{where}"], 1e300)
+    with pytest.raises(AdapterError, match=rf"{where}' holds numbers above 3\.4e\+38, which are infinite in float32"):
+        load_lora(write(tmp_path / "a.safetensors", tensors))
+    assert load_lora(write(tmp_path / "b.safetensors", pair(Q, 2, 1.0, "float64"))).alphas == {Q: 1.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_in_8_bits_are_read_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {key: value if key.endswith(".alpha") else value.to(dtype) for key, value in torch_pair(Q, 2).items()}
+    safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
+    file = load_lora(tmp_path / "a.safetensors")
+    assert file.dtypes == ("float16",)
+    assert any("2 of 3 tensors are in 8 bits" in text for text in file.warnings)
+    for key, value in tensors.items():
+        assert torch.equal(file.state[key].float(), value.float().reshape(file.state[key].shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_weights_that_are_no_plain_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Their values alone would be taken for weights, and the file acts as something else."""
+    tensors = torch_pair(Q, 2)
+    key = f"{Q}.lora_down.weight"
+    safetensors.torch.save_file({**tensors, key: tensors[key].to(dtype)}, tmp_path / "a.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(AdapterError, match=f"lora_down.weight' is stored as {name}; LoRA weights"):
+        load_lora(tmp_path / "a.safetensors")
+    safetensors.torch.save_file({**tensors, f"{Q}.alpha": torch.tensor(2)}, tmp_path / "b.safetensors")
+    assert load_lora(tmp_path / "b.safetensors").alphas == {Q: 2.0}
