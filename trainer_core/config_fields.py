@@ -164,6 +164,13 @@ def _text(spec: FieldSpec, value: Any, text: bool) -> str:
         return "true" if value else "false"
     if not isinstance(value, str):
         raise _wrong_type(spec, value)
+    return _without_zero_byte(value)
+
+
+def _without_zero_byte(value: str) -> str:
+    """No file name, no argument of a process and no cell of a database can hold one."""
+    if "\0" in value:
+        raise BadValue("holds a zero byte", "Take it out.")
     return value
 
 
@@ -204,6 +211,13 @@ def share_from_percent(value: str) -> float:
 
 
 def _whole(spec: FieldSpec, value: Any, text: bool) -> int:
+    number = _any_whole(spec, value, text)
+    if not -(2**63) <= number < 2**63:  # neither numpy nor the record of a run can hold it
+        raise BadValue("is too large for a whole number", f"Write {allowed(spec)}.")
+    return number
+
+
+def _any_whole(spec: FieldSpec, value: Any, text: bool) -> int:
     if text and isinstance(value, str):
         try:
             return int(value)
@@ -236,10 +250,10 @@ def _size(spec: FieldSpec, value: Any, text: bool) -> tuple[int, int]:
 
 def _texts(spec: FieldSpec, value: Any, text: bool) -> tuple[str, ...]:
     if isinstance(value, str):
-        return (value,)
+        return (_without_zero_byte(value),)
     if not isinstance(value, list | tuple):
         raise _wrong_type(spec, value)
     items = cast("Sequence[Any]", value)
     if not all(isinstance(item, str) for item in items):
         raise _wrong_type(spec, value)
-    return tuple(items)
+    return tuple(_without_zero_byte(item) for item in items)

@@ -315,3 +315,25 @@ def test_config_is_frozen_and_sections_are_complete() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.lora.rank = 3  # type: ignore[misc]
     assert list(SECTIONS) == [field.name for field in dataclasses.fields(TrainConfig)]
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "why"),
+    [
+        ('[model]\npath = "a\\u0000b"', "model.path", "holds a zero byte"),
+        ('[preview]\nprompt_file = "\\u0000"', "preview.prompt_file", "holds a zero byte"),
+        ('[preview]\nprompts = ["a cat", "a\\u0000"]', "preview.prompts", "holds a zero byte"),
+        ('[preview]\nprompts = "a\\u0000"', "preview.prompts", "holds a zero byte"),
+        (f"[lora]\nrank = {'9' * 400}", "lora.rank", "is too large for a whole number"),
+        ("[run]\nmax_train_steps = 9223372036854775808", "run.max_train_steps", "is too large for a whole number"),
+        ("[dataset]\nkeep_tokens = 1e300", "dataset.keep_tokens", "is too large for a whole number"),
+        (f"[lora]\nalpha = {'9' * 400}", "lora.alpha", "is too large for a number"),
+    ],
+)
+def test_values_that_nothing_can_hold(tmp_path: Path, text: str, field: str, why: str) -> None:
+    """They broke the rules' own arithmetic, or the first system call that met them; all are told with the others."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), {})
+    (problem,) = [problem for problem in caught.value.problems if problem.field == field]
+    assert problem.why == why
+    assert len(caught.value.problems) > 1
