@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from . import __version__
 from .cli_files import COMMANDS as FILE_COMMANDS
 from .cli_health import COMMANDS as HEALTH_COMMANDS
+from .cli_runs import find_run, run_to_resume
 from .cli_together import (
     launch_problem,
     launched,
@@ -30,7 +31,7 @@ from .cli_together import (
     tell_files,
     train_together,
 )
-from .config_io import load_config, with_settings
+from .config_io import asked_settings, load_config, with_settings
 from .console import ConsoleProgress, make_safe
 from .errors import ConfigError, Problem, TrainerError
 from .options import Resolved, habit_notes, parse_argv, resolve
@@ -110,9 +111,10 @@ def train(words: Sequence[str]) -> int:
         return 0
     resolved, config_file = _settings(words)
     if "resume" in resolved.special:
-        run_dir = _run_to_resume(str(resolved.special["resume"]), resolved)
+        settings = _asked(resolved, config_file)
+        run_dir = run_to_resume(str(resolved.special["resume"]), settings, resolved.notes)
         if run_dir is not None:
-            return _resume(run_dir, resolved)
+            return _resume(run_dir, settings, resolved)
     config, notes = load_config(
         config_file, resolved.settings, resolved.special.get("preset"), earlier=resolved.problems
     )
@@ -147,7 +149,10 @@ def _settings(words: Sequence[str], expected: int = 1) -> tuple[Resolved, Path |
     if asked is not None and positional[:expected]:
         why = f"a config file is given twice, also {positional[0]!r}"
         resolved.problems.append(Problem("--config", asked, why, "Keep one."))
-    name = asked or (positional[0] if positional[:expected] else None)
+    name = asked if asked is not None else (positional[0] if positional[:expected] else None)
+    if name is not None and not str(name).strip():  # an unset variable of a script; not the folder of the command
+        fix = "Give its path. If a variable of a script should hold it, that is unset."
+        resolved.problems.append(Problem("command line", name, "an empty word stands where a path belongs", fix))
     if resolved.special.get("supervise") and launched() > 1:
         fix = "Leave it out: torchrun --max-restarts N restarts all processes, and the run goes on from its checkpoint."
         resolved.problems.append(Problem("--supervise", True, "does not go with several processes", fix))
@@ -183,10 +188,15 @@ def _run_here(run_dir: Path, settings: Mapping[str, Any] | None = None) -> int:
     return _tell(result)
 
 
+class _RunLog(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """A full disk: what matters is told by events too, and a traceback for each line would bury them."""
+
+
 @contextlib.contextmanager
 def _log_to(run_dir: Path) -> Iterator[None]:
     """Log records and libraries' warnings go to the run's own log; the console shows events."""
-    handler = logging.FileHandler(run_dir / "run.log", encoding="utf-8")
+    handler = _RunLog(run_dir / "run.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     level = root.level
@@ -204,6 +214,8 @@ def _log_to(run_dir: Path) -> Iterator[None]:
 
 def _tell(result: TrainResult) -> int:
     tell_files(result.lora, result.report, result.run_dir, go_on=result.status == "stopped" and result.step > 0)
+    if result.report is None:
+        print(f"safe-scaler: the report could not be written; {result.run_dir / 'run.log'} says why", file=sys.stderr)
     if result.status == "failed":
         print(f"safe-scaler: {result.message}", file=sys.stderr)
     if result.status == "stopped" and result.step == 0:
@@ -245,57 +257,28 @@ def resume(words: Sequence[str]) -> int:
     resolved, asked = _settings(words)
     if asked is None:
         return _wrong("give the run folder: safe-scaler resume RUN")
-    if resolved.problems:
-        raise ConfigError(resolved.problems)
-    return _resume(_find_run(asked), resolved)
+    settings = _asked(resolved, None)
+    return _resume(find_run(asked), settings, resolved)
 
 
-def _resume(run_dir: Path, resolved: Resolved) -> int:
-    if resolved.problems:
-        raise ConfigError(resolved.problems)
+def _asked(resolved: Resolved, config_file: Path | None) -> dict[str, Any]:
+    """The changes to a run that goes on: all that flags, file and preset ask for."""
+    preset = resolved.special.get("preset")
+    settings, notes = asked_settings(config_file, resolved.settings, preset, earlier=resolved.problems)
+    resolved.notes.extend(notes)
+    return settings
+
+
+def _resume(run_dir: Path, settings: dict[str, Any], resolved: Resolved) -> int:
     if launched() > 1:
-        return resume_together(run_dir, resolved.settings, around=_log_to)
+        return resume_together(run_dir, settings, around=_log_to)
     if not resolved.special.get("supervise"):
-        return _run_here(run_dir, resolved.settings)
-    if resolved.settings:
+        return _run_here(run_dir, settings)
+    if settings:
         from .prepare import change_run
 
-        change_run(run_dir, partial(with_settings, settings=resolved.settings))
+        change_run(run_dir, partial(with_settings, settings=settings))
     return _supervise(run_dir)
-
-
-def _find_run(path: Path) -> Path:
-    """The run folder that `path` names or holds; raises `ConfigError` where there is none."""
-    from .runs.registry import list_runs
-
-    if path.name == "config.json":
-        path = path.parent
-    if (path / "config.json").is_file():
-        return path
-    runs = list_runs(path) if path.is_dir() else []
-    if not runs:
-        why = "there is no such folder"
-        if path.exists():
-            why = "is no run folder and holds no runs" if path.is_dir() else "is a file, not a run folder"
-        fix = "Give a folder such as output/safe_scaler/20260131-120000-ab12."
-        raise ConfigError([Problem("RUN", str(path), why, fix)])
-    print(f"newest run in {path}: {runs[0].folder.path}")
-    return runs[0].folder.path
-
-
-def _run_to_resume(asked: str, resolved: Resolved) -> Path | None:
-    """The run that `--resume_from_checkpoint` means. `latest` without any run starts a new one, and says so."""
-    from .runs.registry import list_runs
-
-    if asked != "latest":
-        return _find_run(Path(asked).expanduser())
-    output = Path(str(resolved.settings.get("run.output_dir", "output"))).expanduser()
-    runs = list_runs(output) if output.is_dir() else []
-    if runs:
-        print(f"newest run in {output}: {runs[0].folder.path}")
-        return runs[0].folder.path
-    resolved.notes.append(f"--resume_from_checkpoint latest: there is no run in {output} yet, a new one is started")
-    return None
 
 
 # --------------------------------------------------------------------------------------------- the other commands
@@ -373,8 +356,13 @@ def panel(words: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     args = parser.parse_args(words)
     shown = f"[{args.host}]" if ":" in args.host else args.host
-    print(f"Panel: http://{shown}:{args.port}/  (Ctrl-C ends it; runs go on)", flush=True)
-    serve([Path(folder).expanduser() for folder in args.output_dir], args.host, args.port)
+    line = f"Panel: http://{shown}:{args.port}/  (Ctrl-C ends it; runs go on)"
+    serve(
+        [Path(folder).expanduser() for folder in args.output_dir],
+        args.host,
+        args.port,
+        partial(print, line, flush=True),
+    )
     return 0
 
 

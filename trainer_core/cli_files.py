@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import AdapterError, ConfigError, Problem
+from .errors import AdapterError, ConfigError, Problem, ResourceError
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -215,10 +216,24 @@ def _with_strength(word: str) -> tuple[Path, float]:
         raise ConfigError([Problem("LORA", word, why, "Write FILE or FILE=0.8.")]) from None
 
 
+def _told(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """A folder that cannot be written or a full disk is no bug of ours."""
+    try:
+        return command(words)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"'{error.filename}' cannot be read or written" if error.filename else "a file cannot be written"
+        raise ResourceError(f"{where}: {error.strerror or error}. Check the path, its rights and its disk.") from error
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "coverage": coverage,
-    "convert": convert,
-    "resize": resize,
-    "merge": merge,
-    "extract": extract,
+    name: partial(_told, command)
+    for name, command in (
+        ("coverage", coverage),
+        ("convert", convert),
+        ("resize", resize),
+        ("merge", merge),
+        ("extract", extract),
+    )
 }

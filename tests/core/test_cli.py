@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from run_setup import small_config
 
 from trainer_core import __version__
@@ -137,6 +138,30 @@ def test_resume_from_checkpoint_latest(
     assert len(run_folders(tmp_path)) == 1
 
 
+def test_resume_takes_the_whole_command(
+    micro_model: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """The config file says where the runs lie and what changes, as the flags do; a preset is no exception."""
+    monkeypatch.chdir(tmp_path)
+    stranger = command(micro_model, pictures, tmp_path / "output")
+    assert main(stranger) == 0, "a run of something else in the default folder"
+    lines = ["[run]", f"output_dir = '{tmp_path / 'mine'}'", "max_train_steps = 2", "[checkpoint]", "keep_last = 1"]
+    (tmp_path / "run.toml").write_text("\n".join(lines), encoding="utf-8")
+    left_out = ("--output_dir", "--max_train_steps", "--save_steps")
+    words = [word for word in command(micro_model, pictures, tmp_path) if not word.startswith(left_out)]
+    assert main([*words, "run.toml", "--resume_from_checkpoint=latest"]) == 0
+    assert f"there is no run in {tmp_path / 'mine'} yet" in capsys.readouterr().out
+    text = (tmp_path / "run.toml").read_text(encoding="utf-8").replace("max_train_steps = 2", "max_train_steps = 3")
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    assert main([*words, "run.toml", "--resume_from_checkpoint=latest"]) == 0
+    assert "step 3/3 100%" in capsys.readouterr().out
+    (run,) = run_folders(tmp_path / "mine")
+    stored = json.loads((run / "config.json").read_text(encoding="utf-8"))["config"]
+    assert (stored["run"]["max_train_steps"], stored["checkpoint"]["keep_last"]) == (3, 1)
+    assert main(["resume", str(run), "--preset", "kohya"]) == EXIT_FAILED
+    assert "dataset.compat: 'none' in the checkpoint, 'kohya' now" in capsys.readouterr().err
+
+
 # --------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -226,7 +251,9 @@ def test_how_to_go_on_is_said_where_that_can_be(
 ) -> None:
     result = TrainResult(status, "", tmp_path, None, None, step, step, 0, None)
     _tell(result)
-    assert (f"Go on:  safe-scaler resume {tmp_path}" in capsys.readouterr().out) == told
+    printed = capsys.readouterr()
+    assert (f"Go on:  safe-scaler resume {tmp_path}" in printed.out) == told
+    assert "the report could not be written" in printed.err
 
 
 def test_processes_that_their_launcher_restarts_go_on_with_their_run(
@@ -250,6 +277,9 @@ def test_processes_that_their_launcher_restarts_go_on_with_their_run(
         ([], EXIT_WRONG, "usage: safe-scaler"),
         (["resume"], EXIT_WRONG, "usage: safe-scaler resume"),
         (["resume", "/no/such"], EXIT_WRONG, "there is no such folder"),
+        (["resume", ""], EXIT_WRONG, "an empty word stands where a path belongs"),
+        (["resume", " ", "--supervise"], EXIT_WRONG, "If a variable of a script should hold it, that is unset"),
+        (["scan", ""], EXIT_WRONG, "an empty word stands where a path belongs"),
         (["resume", str(ROOT / "tests")], EXIT_WRONG, "holds no runs"),
         (["scan"], EXIT_WRONG, "usage: safe-scaler scan"),
         (["inspect", "/no/such"], EXIT_FAILED, "there is no such file or folder"),
@@ -354,3 +384,17 @@ def test_terminals_without_unicode(tmp_path: Path) -> None:
     )
     assert done.returncode == EXIT_FAILED
     assert "caf\\xe9 \\u732b" in done.stderr
+
+
+def test_file_commands_that_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file where a folder should be, a full disk: said in a sentence, no traceback."""
+    from safetensors.torch import save_file
+
+    place = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    pair = {f"{place}.lora_down.weight": torch.ones(4, 640), f"{place}.lora_up.weight": torch.ones(640, 4)}
+    save_file(pair, tmp_path / "a.safetensors")
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    for words in (["convert", "--format", "comfyui"], ["convert", "--format", "peft"], ["resize", "--rank", "2"]):
+        target = str(tmp_path / "file" / "out.safetensors")
+        assert main([*words, str(tmp_path / "a.safetensors"), "--output", target]) == EXIT_FAILED
+        assert "Check the path, its rights and its disk." in capsys.readouterr().err

@@ -7,7 +7,7 @@ frame (`web_app.py`).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,12 @@ def application(roots: Sequence[Path], hosts: Sequence[str] = ()) -> Any:
     return gradio.mount_gradio_app(app, blocks(), path="/")
 
 
-def serve(roots: Sequence[Path], host: str, port: int) -> None:
-    """Serve the panel until Ctrl-C. ConfigError for a port that is taken or a host that is none of this machine."""
+def serve(roots: Sequence[Path], host: str, port: int, ready: Callable[[], None] = lambda: None) -> None:
+    """Serve the panel until Ctrl-C; `ready` is called when it can be reached. ConfigError for a port that is taken or
+    none, or a host that is none of this machine."""
     import socket
 
+    _gradio()  # which brings the server along: its absence is told first
     import uvicorn  # pyright: ignore[reportMissingImports]
 
     app = application(roots, LOOPBACK if host in LOOPBACK else ())
@@ -54,10 +56,11 @@ def serve(roots: Sequence[Path], host: str, port: int) -> None:
         if os.name != "nt":  # on Windows this would share a port that is in use
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
-        why = f"the panel cannot be served there ({error.strerror or error})"
+        why = f"the panel cannot be served there ({getattr(error, 'strerror', None) or error})"
         raise ConfigError([Problem("--host, --port", f"{host}:{port}", why, "Give another --port.")]) from error
+    ready()
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 
 
