@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .checkpoints.manifest import STATE, newest_good
+from .checkpoints.manifest import newest_scalars
 from .config import TrainConfig
 from .config_io import from_dict, to_dict
 from .config_rules import problems
@@ -62,7 +61,9 @@ def create_run(
     folder = RunFolder.create(output_dir, run_id)
     plain = to_dict(config)
     stem = lora_stem or config.run.output_name
-    final = free_name(lora_dir or output_dir, stem, ".safetensors", owner=folder.path)
+    final = free_name(
+        lora_dir or output_dir, stem, ".safetensors", owner=folder.path, form=config.checkpoint.save_format
+    )
     folder.write_config(
         {
             **(extra or {}),
@@ -70,6 +71,7 @@ def create_run(
             "config": plain,
             "config_hash": config_hash(to_dict(asked)),  # without the drawn seed: the same request finds this run
             "final_lora": str(final.resolve()),
+            "home": str(folder.path.resolve()),  # a run that finds itself elsewhere was moved or copied
             "lora_stem": stem,
             "notes": list(notes or []),
             "created": time.time(),
@@ -94,14 +96,13 @@ def change_run(run_dir: str | Path, changes: Callable[[TrainConfig], TrainConfig
 
     Raises:
         ConfigError: the changed settings break a rule.
-        CheckpointError: they differ from the newest checkpoint's where an exact resume must not. The run is as it was.
+        CheckpointError: they differ from the newest checkpoint's where an exact resume must not.
+        ResourceError: another process trains the run. In each case the run is as it was.
     """
     folder = RunFolder(Path(run_dir))
-    stored = folder.read_config()
-    config = checked(changes(from_dict(stored["config"])), light=light)
-    newest = newest_good(folder.checkpoints)
-    if newest is not None:
-        before = json.loads((newest.path / STATE).read_text(encoding="utf-8"))["scalars"]["config"]
-        if bound := setting_differences(before, config)[0]:
-            raise refusal(newest.name, bound)
-    folder.write_config({**stored, "config": to_dict(config)})
+    config = checked(changes(from_dict(folder.read_run()["config"])), light=light)
+    newest = newest_scalars(folder.checkpoints)
+    if newest is not None and (bound := setting_differences(newest[1]["config"], config)[0]):
+        raise refusal(newest[0], bound)
+    with folder.lock():  # a process that trains the run now does so with the settings of its start
+        folder.write_config({**folder.read_run(), "config": to_dict(config)})

@@ -94,7 +94,8 @@ def restore_state(session: Session, trainer: Trainer, processes: Processes | Non
     """
 
     def load() -> RunState | None:
-        return session.store.load("latest") if session.store.list() else None
+        had_some = session.store.list() or session.store.aside()
+        return session.store.load("latest") if had_some else None
 
     if processes is None:
         loaded = load()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
-from .checkpoints.manifest import STATE
+from .checkpoints.manifest import Damaged, read_scalars
 from .config import TrainConfig
 from .errors import CheckpointError, TrainerError
 from .resume_rules import setting_differences
@@ -21,10 +20,9 @@ def resume_differences(folder: RunFolder, checkpoint: str, config: TrainConfig) 
 
     CheckpointError when the checkpoint's state cannot be read.
     """
-    path = folder.checkpoints / checkpoint / STATE
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))["scalars"]["config"]
-    except (OSError, ValueError, KeyError) as error:
+        before = read_scalars(folder.checkpoints / checkpoint)["config"]
+    except Damaged as error:
         raise CheckpointError(f"The checkpoint {checkpoint} of run {folder.run_id} cannot be read: {error}.") from error
     return setting_differences(before, config)
 

@@ -187,12 +187,13 @@ def test_a_warm_start_without_a_lora_of_that_step_names_the_steps_that_have_one(
 def test_a_changed_rank_is_refused_by_name_before_a_worker_starts(
     part: Any, core: Any, unfinished: Any, config: Any
 ) -> None:
-    import json
+    import torch
 
-    checkpoint = unfinished.folder.checkpoints / "step-00000004"
-    checkpoint.mkdir()
+    from trainer_core.checkpoints.store import CheckpointStore, RunState
+
     scalars = {"config": core.to_dict(core.with_settings(config, {"lora.rank": 3}))}
-    (checkpoint / "state.json").write_text(json.dumps({"scalars": scalars}))
+    tensors = {"a": torch.ones(2)}
+    CheckpointStore(unfinished.folder.checkpoints).save(RunState(tensors, tensors, scalars), 4)
     handle = part("handles").CheckpointHandle(unfinished.folder.path, "step-00000004", 4, "exact")
     with pytest.raises(core.CheckpointError, match="lora.rank: 3 in the checkpoint, 16 now"):
         part("choosing").choose_run(config, [], {}, "continue", handle)

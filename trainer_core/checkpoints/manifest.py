@@ -36,6 +36,10 @@ class Damaged(Exception):
     """A checkpoint that must not be used; the message names the file and what is wrong with it."""
 
 
+class Unreadable(Damaged):
+    """A checkpoint that the disk or its rights do not give now. It may be whole, so it is never set aside."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     bytes: int
@@ -109,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except OSError as error:
-        raise Damaged(f"{MANIFEST} cannot be read ({error.strerror})") from error
+        raise Unreadable(f"{MANIFEST} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise Damaged(f"{MANIFEST} is cut or damaged ({error})") from error
     if not isinstance(loaded, dict):
@@ -184,6 +188,30 @@ def scan(folder: Path) -> list[SavedCheckpoint]:
 def newest_good(folder: Path) -> SavedCheckpoint | None:
     """The newest checkpoint whose manifest and sizes are right, or None."""
     return next((saved for saved in scan(folder) if not saved.problem), None)
+
+
+def newest_scalars(folder: Path) -> tuple[str, dict[str, Any]] | None:
+    """Name and scalars (counters, config ...) of the newest checkpoint whose state file is whole; None when there is
+    none. Tensors are not read."""
+    for saved in scan(folder):
+        try:
+            if not saved.problem:
+                return saved.name, read_scalars(saved.path)
+        except Damaged:
+            continue  # passed over by a resume too, which says so
+    return None
+
+
+def read_scalars(path: Path) -> dict[str, Any]:
+    """The scalars of one checkpoint. Damaged when its state file is not what was written."""
+    expected = read_manifest(path).files[STATE]
+    try:
+        body = (path / STATE).read_bytes()
+    except OSError as error:
+        raise Unreadable(f"{STATE} cannot be read ({error.strerror or error})") from error
+    if hashlib.sha256(body).hexdigest() != expected.sha256:
+        raise Damaged(f"{STATE} does not match its SHA-256")
+    return dict(json.loads(body)["scalars"])
 
 
 def _look(path: Path, step: int) -> SavedCheckpoint:

@@ -25,7 +25,7 @@ from ..errors import CheckpointError, ResourceError
 from ..runs.platform import DurableIO
 from . import manifest as names
 from . import tensor_file
-from .manifest import Damaged, FileEntry, Manifest, SavedCheckpoint
+from .manifest import Damaged, FileEntry, Manifest, SavedCheckpoint, Unreadable
 from .retention import superfluous
 from .state import RunState, encode, non_finite, refuse_non_finite
 
@@ -115,6 +115,10 @@ class CheckpointStore:
     def list(self) -> list[SavedCheckpoint]:
         """Checkpoints, newest first; `problem` says what is wrong with one (manifest and sizes are looked at)."""
         return names.scan(self.folder)
+
+    def aside(self) -> list[str]:
+        """Names of checkpoints that were set aside."""
+        return sorted(path.name for path in self.folder.glob(f"{names.BAD}*")) if self.folder.is_dir() else []
 
     def newest(self) -> SavedCheckpoint | None:
         """The newest one that looks good, without reading its tensors; None when there is none."""
@@ -258,6 +262,13 @@ class CheckpointStore:
                 log.warning("%s is good but cannot be marked so: %s", path.name, error.strerror)
 
     def _read(self, path: Path) -> RunState:
+        try:
+            return self._read_checked(path)
+        except OSError as error:
+            name = Path(error.filename or path).name
+            raise Unreadable(f"{name} cannot be read ({error.strerror or error})") from error
+
+    def _read_checked(self, path: Path) -> RunState:
         manifest = names.read_manifest(path)
         names.check_sizes(path, manifest)
         if names.step_of(path.name) not in (None, manifest.step):
@@ -287,7 +298,7 @@ class CheckpointStore:
             except Damaged as error:
                 passed_over.append(f"{saved.name}: {error}")
                 log.warning("the checkpoint %s is damaged and passed over: %s", saved.name, error)
-                if set_aside:
+                if set_aside and not isinstance(error, Unreadable):
                     self._set_aside(saved.path, str(error))
                 continue
             except OSError as error:  # perhaps for this moment only, so it keeps its name
@@ -304,8 +315,10 @@ class CheckpointStore:
 
     def _missing_message(self, which: str | int, found: list[SavedCheckpoint]) -> str:
         there = ", ".join(saved.name for saved in found) or "none"
-        aside = sorted(path.name for path in self.folder.glob(f"{names.BAD}*")) if self.folder.is_dir() else []
+        aside = self.aside()
         more = f" Set aside as damaged: {', '.join(aside)}." if aside else ""
+        if which == "latest" and aside:
+            more += " Restore one from a copy, or start a new run; this one is not started again from step 0 unasked."
         return f"There is no checkpoint {which!r} in {self.folder}. There are: {there}.{more}"
 
     def _set_aside(self, path: Path, reason: str) -> None:

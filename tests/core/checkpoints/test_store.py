@@ -310,3 +310,25 @@ def test_leftovers_are_swept_by_the_first_save(tmp_path: Path) -> None:
     assert store.list() == []
     store.save(state(6), 6)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
+
+
+def test_what_the_disk_does_not_give_is_passed_over_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad sector or a network drive that is away: the checkpoint may be whole, so it is not set aside."""
+    store = CheckpointStore(tmp_path)
+    for step in (2, 4):
+        store.save(state(step), step)
+    original = Path.open
+
+    def unreadable(self: Path, *words: object, **more: object) -> object:
+        if self.name == "adapter.safetensors" and self.parent.name == "step-00000004":
+            raise OSError(errno.EIO, "Input/output error", str(self))
+        return original(self, *words, **more)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", unreadable)
+        loaded = CheckpointStore(tmp_path).load("latest")
+        assert loaded.step == 2
+        assert loaded.passed_over == ("step-00000004: adapter.safetensors cannot be read (Input/output error)",)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            CheckpointStore(tmp_path).load(4)
+    assert CheckpointStore(tmp_path).load("latest").step == 4
