@@ -21,8 +21,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ResourceError
 from .platform import is_network_path
-
-SCHEMA_VERSION = 1
+from .record_check import SCHEMA_VERSION, STEP_TABLES, lacks_tables
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -44,7 +43,6 @@ CREATE TABLE checkpoints (step INTEGER NOT NULL, name TEXT PRIMARY KEY, bytes IN
 CREATE INDEX events_by_type ON events (type, step);
 """
 
-_STEP_TABLES = ("steps", "health", "validation", "previews", "checkpoints")
 _ATTEMPT_TABLES = ("steps", "health", "validation")
 _UNRECORDED = frozenset({"StepFinished", "Heartbeat", "Ack"})
 """Not kept in `events`: steps have their own table, the others say nothing about the run afterwards."""
@@ -89,7 +87,7 @@ class RunDatabase:
         try:
             self._connection = _connect(self.path)
             self.journal = _choose_journal(self._connection, self.path, wal)
-            _ensure_schema(self._connection, self.path)
+            self.is_new = _ensure_schema(self._connection, self.path)
         except sqlite3.Error as error:
             raise ResourceError(
                 f"The run record {self.path} cannot be opened: {error}. Check rights and free space of its folder."
@@ -141,7 +139,7 @@ class RunDatabase:
                     " AND NOT (type = 'Warned' AND json_extract(json, '$.topic') = 'restart')",
                     (step, seq),
                 ).rowcount
-                for table in _STEP_TABLES:
+                for table in STEP_TABLES:
                     since = " AND attempt >= ?" if table in _ATTEMPT_TABLES else ""
                     values = (step, attempt or 0) if since else (step,)
                     deleted += self._connection.execute(f"DELETE FROM {table} WHERE step > ?{since}", values).rowcount
@@ -340,12 +338,13 @@ def _choose_journal(connection: sqlite3.Connection, path: Path, wal: bool | None
     return mode
 
 
-def _ensure_schema(connection: sqlite3.Connection, path: Path) -> None:
+def _ensure_schema(connection: sqlite3.Connection, path: Path) -> bool:
+    """Make the tables of a new record; whether it is one."""
     from .. import __version__
 
     version = check_version(connection, path)
     if version == SCHEMA_VERSION:
-        return
+        return False
     with connection:
         connection.execute("BEGIN IMMEDIATE")
         for statement in _SCHEMA.split(";\n"):
@@ -353,6 +352,7 @@ def _ensure_schema(connection: sqlite3.Connection, path: Path) -> None:
                 connection.execute(statement)
         connection.execute("INSERT INTO meta VALUES ('pack_version', ?)", (__version__,))
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    return True
 
 
 def check_version(connection: sqlite3.Connection, path: Path) -> int:
@@ -375,7 +375,7 @@ def _set_aside_damaged(path: Path) -> Path | None:
     try:
         connection = _connect(path)
         try:
-            if connection.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok":
+            if connection.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok" and not lacks_tables(connection):
                 return None
         finally:
             connection.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .database import check_version
+from .record_check import lacks_tables
 
 Row = dict[str, Any]
 
@@ -217,9 +218,11 @@ def open_readonly(path: str | Path) -> RunRecord:
     for options in ("mode=ro", "mode=ro&immutable=1"):
         connection = sqlite3.connect(f"{uri}?{options}", uri=True, timeout=10.0, check_same_thread=False)
         try:
-            if check_version(connection, path):
-                return RunRecord(connection)
             problem = "it is empty"
+            if check_version(connection, path):
+                if not lacks_tables(connection):
+                    return RunRecord(connection)
+                problem = "it is damaged (tables are missing)"
         except sqlite3.OperationalError as error:
             problem = str(error)
         except sqlite3.DatabaseError as error:

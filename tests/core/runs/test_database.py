@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sqlite3
 import subprocess
@@ -376,6 +377,21 @@ def test_a_damaged_record_is_set_aside_and_the_run_goes_on(tmp_path: Path) -> No
     with open_readonly(tmp_path / "run.db") as view:
         assert [row["step"] for row in view.steps()] == [500]
         assert view.meta()["damaged_record"] == "run.db.damaged-1"
+
+
+@pytest.mark.parametrize("table", ["meta", "events", "steps", "checkpoints"])
+def test_a_record_without_its_tables_is_damaged(tmp_path: Path, table: str) -> None:
+    """SQLite finds nothing wrong with it; a reader says so, a writer sets it aside."""
+    path = tmp_path / "run.db"
+    record(path, started(), step(1)).close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"DROP TABLE {table}")
+        connection.commit()
+    with pytest.raises(CheckpointError, match="it is damaged \\(tables are missing\\)"):
+        open_readonly(path)
+    database = record(path, step(2))
+    assert database.damaged_record == tmp_path / "run.db.damaged-1"
+    database.close()
 
 
 def test_what_is_no_record_cannot_be_read(tmp_path: Path) -> None:
