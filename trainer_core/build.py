@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .assemble import Assembly, assemble
-from .checkpoints.manifest import STATE, SavedCheckpoint, newest_good
+from .checkpoints.manifest import STATE, SavedCheckpoint, newest_good, read_manifest
 from .config import TrainConfig, trained_parts
 from .config_io import from_dict
-from .errors import HardwareError, TrainerError
+from .config_rules import problems
+from .errors import ConfigError, HardwareError, Problem, ResourceError, TrainerError
 from .events import EventBus, PhaseChanged, RunFinished, Warned
+from .health.engine import RING_NAME
 from .prepare import change_run as change_run
 from .prepare import create_run as create_run
 from .runs.database import RunDatabase
 from .runs.folder import RunFolder, free_name, release_name
+from .runs.platform import fill_holes
 from .runs.protocol import Commands
 
 if TYPE_CHECKING:
@@ -76,7 +79,7 @@ def run(
     import torch
 
     folder = RunFolder(Path(run_dir))
-    stored = folder.read_config()
+    stored = folder.read_run()
     bus = EventBus(run_id=folder.run_id)
     # A host such as ComfyUI calls under inference mode, whose tensors can never be trained.
     with (
@@ -95,7 +98,30 @@ def run(
         database.on_problem = partial(_record_trouble, bus)
         for note in stored.get("notes", []):
             bus.emit(Warned(topic="settings", message=note))
+        if lost := _lost_record(folder, database):
+            bus.emit(Warned(topic="record", message=lost))
         return _Runner(folder, stored, bus, control, database, processes).run()
+
+
+def _check_stored(config: TrainConfig) -> None:
+    """The rules hold for the stored config too, which may have been edited by hand."""
+    found = problems(config)
+    if config.run.seed is None:
+        why = "a run without a seed cannot be trained twice alike; the one that was drawn is gone"
+        found.append(Problem("run.seed", None, why, "Write the seed of the run's checkpoints, or any number."))
+    if found:
+        raise ConfigError(found)
+
+
+def _lost_record(folder: RunFolder, database: RunDatabase) -> str:
+    """What to say where the run has checkpoints and its record knows nothing of the steps before them."""
+    newest = newest_good(folder.checkpoints)
+    # A checkpoint that was copied into a new run brings no record along.
+    if not database.is_new or newest is None or read_manifest(newest.path).run_id != folder.run_id:
+        return ""
+    aside = database.damaged_record
+    how = "was gone or empty" if aside is None else f"was damaged and is set aside as {aside.name}"
+    return f"The record of this run (run.db) {how}: the new one holds nothing from before {newest.name}."
 
 
 def _record_trouble(bus: EventBus, message: str) -> None:
@@ -103,14 +129,24 @@ def _record_trouble(bus: EventBus, message: str) -> None:
 
 
 def _with_final_name(folder: RunFolder, stored: dict[str, Any]) -> dict[str, Any]:
-    """A run that has no checkpoint yet may have given its name back when it failed: it takes a free one again."""
-    if newest_good(folder.checkpoints) is not None:
+    """A run that has no checkpoint yet may have given its name back when it failed: it takes a free one again.
+
+    So does a copy of a run: the file under the old name is the original's. It lies as it did, seen from the output
+    folder; the place of the original may not even exist here.
+    """
+    here = folder.path.resolve()
+    home = Path(stored.get("home", here))
+    if newest_good(folder.checkpoints) is not None and home == here:
         return stored
     final = Path(stored["final_lora"])
-    name = stored.get("lora_stem") or stored["config"]["run"]["output_name"]
-    free = free_name(final.parent, name, final.suffix, owner=folder.path)
-    if free != final:
-        stored = {**stored, "final_lora": str(free.resolve())}
+    parent = final.parent
+    if home != here and parent.is_relative_to(home.parent.parent):
+        parent = here.parent.parent / parent.relative_to(home.parent.parent)
+    config = from_dict(stored["config"])
+    name = stored.get("lora_stem") or config.run.output_name
+    free = free_name(parent, name, final.suffix, owner=folder.path, form=config.checkpoint.save_format)
+    if free != final or home != here:
+        stored = {**stored, "final_lora": str(free.resolve()), "home": str(here)}
         folder.write_config(stored)
     return stored
 
@@ -155,6 +191,7 @@ class _Runner:
 
     def _train(self) -> tuple[str, str, str | None, Path | None]:
         config = self.config
+        _check_stored(config)
         self.assembly = assemble(
             self.folder,
             self.stored,
@@ -167,6 +204,7 @@ class _Runner:
         if self.assembly is None:
             return "stopped", self._not_begun(), None, None
         session, trainer = self.assembly.session, self.assembly.trainer
+        _take_room(self.folder.path / RING_NAME)
         if config.run.drill:
             from .planted_fault import plant
 
@@ -260,6 +298,20 @@ class _Runner:
             rejected=rejected,
             report=_write_report(self.folder),
         )
+
+
+def _take_room(ring: Path) -> None:
+    """The flight recorder is mapped memory: a page without a place on the disk would end the process (SIGBUS) when the
+    disk is full later on."""
+    try:
+        if ring.exists():
+            fill_holes(ring)
+    except OSError as error:
+        size = ring.stat().st_size / 2**20
+        raise ResourceError(
+            f"The flight recorder {ring} ({size:.1f} MiB) cannot be written: {error.strerror or error}. Free some "
+            "space, or set health.ring_steps to fewer steps or 0."
+        ) from error
 
 
 def _write_report(folder: RunFolder) -> Path | None:

@@ -84,9 +84,7 @@ def resume_together(run_dir: Path, settings: Mapping[str, Any], *, around: Calla
             change_run(run_dir, partial(with_settings, settings=settings))
         return run_dir
 
-    return train_together(
-        prepare, limit_s=limit_of(from_dict(RunFolder(run_dir).read_config()["config"])), around=around
-    )
+    return train_together(prepare, limit_s=limit_of(from_dict(RunFolder(run_dir).read_run()["config"])), around=around)
 
 
 def train_together(prepare: Callable[[], Path], *, limit_s: float, around: Callable[[Path], Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING
 
 from . import __version__
 from .config import TrainConfig, trained_parts
+from .errors import ModelFileError
+from .models.tensor_file import read_header
 from .networks.export import ExportedLora, export_lora
-from .networks.metadata import FolderFacts, TrainingFacts, build_metadata, model_file_hashes, tag_frequency
+from .networks.metadata import FolderFacts, TrainingFacts, build_metadata, model_file_hashes, session_id, tag_frequency
 from .resume import data_digest
+from .runs.folder import companion_name
 from .trainer import TrainerParts, TrainState
 
 if TYPE_CHECKING:
@@ -50,24 +54,31 @@ class Exporter:
         self.started_at = time.time()
 
     def __call__(self, path: Path, step: int, *, require_effect: bool) -> ExportedLora:
-        """Write the LoRA of this moment to `path`, replacing an earlier export of the same step of this run.
+        """Write the LoRA of this moment to `path`, replacing an earlier export of this run once the new one is proven.
 
         `require_effect`: a file that changes nothing is an error.
 
         Raises:
-            AdapterError: a tensor is not finite, or the file fails its proof.
+            AdapterError: a tensor is not finite, or the file fails its proof. An earlier export stays as it is.
         """
-        path.unlink(missing_ok=True)
+        again = os.path.lexists(path)
+        target = path.with_name(f".{path.name}.new") if again else path
+        if again:
+            target.unlink(missing_ok=True)  # of an attempt that was killed
         dtype = self.config.checkpoint.save_precision
         metadata = build_metadata(self.config, self._facts(step))
         with self.parts.live.evaluation("export"):
             exported = export_lora(
-                path, self.parts.network, self.parts.model, metadata, dtype=dtype, require_effect=require_effect
+                target, self.parts.network, self.parts.model, metadata, dtype=dtype, require_effect=require_effect
             )
+        if again:
+            os.replace(target, path)
+            proof = replace(exported.proof, path=str(path))
+            exported = replace(exported, saved=replace(exported.saved, path=path), proof=proof)
         form = self.config.checkpoint.save_format
         if form == "kohya":
             return exported
-        note = second_copy(path, self.parts.model, form, dtype)
+        note = second_copy(path, self.parts.model, form, dtype, again=again)
         return replace(exported, notes=(*exported.notes, note))
 
     def _health(self) -> dict[str, float | int | None]:
@@ -124,10 +135,19 @@ class Exporter:
         )
 
 
-def second_copy(path: Path, model: SDXLModel, form: str, dtype: str) -> str:
+def is_of_run(path: Path, run_id: str) -> bool:
+    """Whether a file is a LoRA that this run wrote."""
+    try:
+        return read_header(path).metadata.get("ss_session_id") == str(session_id(run_id))
+    except ModelFileError:
+        return False
+
+
+def second_copy(path: Path, model: SDXLModel, form: str, dtype: str, *, again: bool) -> str:
     """Write the proven kohya file at `path` once more under another format's names, beside it; says where it is.
 
-    A copy of an earlier export of the same name is replaced, as the file itself is.
+    `again`: `path` replaced an earlier export of this run, whose copy is replaced too. Else a taken name is not ours
+    and becomes `-2`.
 
     Raises:
         AdapterError: the format has no names for this kind of adapter, or what was read back computes something else.
@@ -135,11 +155,12 @@ def second_copy(path: Path, model: SDXLModel, form: str, dtype: str) -> str:
     from .networks.file_tools import write_as
     from .networks.lora_file import load_lora
 
-    target = path.with_name(f"{path.stem}.{form}{path.suffix}")
-    target.unlink(missing_ok=True)
-    if form == "peft" and target.with_suffix("").is_dir():
-        shutil.rmtree(target.with_suffix(""))
-    written = write_as(load_lora(path), target, model, form, dtype)
+    target = path.with_name(companion_name(path, form))
+    if again and form == "peft" and target.is_dir():
+        shutil.rmtree(target)
+    elif again:
+        target.unlink(missing_ok=True)
+    written = write_as(load_lora(path), path.with_name(f"{path.stem}.{form}{path.suffix}"), model, form, dtype)
     return f"Also written for {form}: {', '.join(str(file) for file in written.paths)} ({written.text})."
 
 

@@ -7,6 +7,7 @@ preview that runs out of memory.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -232,9 +233,15 @@ class Session:
         """The way out of a run that is healthy: checkpoint, LoRA; after a full run also validation and previews.
 
         Returns the checkpoint's name and the LoRA's path.
+
+        Raises:
+            AdapterError: no step was applied.
+            ResourceError: the result of the run, or all work since an older checkpoint, could not be written.
         """
         applied = 0 if self.trainer is None else self.trainer.state.applied
         checkpoint = self.checkpoints.save_now(step) if step > 0 else None
+        if status != "finished" and step > 0 and checkpoint is None and self.is_first:
+            raise ResourceError(self._lost(step))
         if applied == 0:
             if status == "finished":
                 raise AdapterError(
@@ -245,7 +252,7 @@ class Session:
         if status != "finished":
             return checkpoint, self.save_lora(step)
         try:
-            lora = self.save_lora(step, self.final_lora, final=True)
+            lora = self.save_lora(step, self._final_target(step), final=True)
         except ResourceError as error:
             kept = f"The checkpoint {checkpoint} holds the result" if checkpoint else "Its checkpoint is missing too"
             raise ResourceError(
@@ -255,6 +262,26 @@ class Session:
         self.validate(step)
         self.make_previews(step)
         return checkpoint, lora
+
+    def _final_target(self, step: int) -> Path:
+        """Where the result goes: the name decided at the start, or the next one where a file that is not this run's
+        has appeared under it since."""
+        from .export import is_of_run
+
+        path, number = self.final_lora, 1
+        while os.path.lexists(path) and not is_of_run(path, self.folder.run_id):
+            number += 1
+            path = self.final_lora.with_name(f"{self.final_lora.stem}-{number}{self.final_lora.suffix}")
+        if number > 1:
+            text = f"{self.final_lora} was made by someone else during the run and stays; the LoRA is {path.name}."
+            self._warn(step, "save", text)
+        return path
+
+    def _lost(self, step: int) -> str:
+        """What is left of a run whose last state could not be written."""
+        older = self.store.newest()
+        left = "there is no older one" if older is None else f"the newest is {older.name}"
+        return f"The checkpoint of step {step} could not be written (the warning above says why); {left}."
 
     def shown(self, path: Path) -> str:
         """`path` as events and the record hold it: relative to the run folder where it lies inside."""

@@ -258,3 +258,21 @@ def stop_signals(system: str = sys.platform, source: Any = signal) -> tuple[int,
     """Signals that mean "stop": SIGINT, SIGTERM and, on Windows, SIGBREAK (Ctrl-Break, sent by process groups)."""
     names = ("SIGINT", "SIGTERM", "SIGBREAK") if system == WINDOWS else ("SIGINT", "SIGTERM")
     return tuple(int(getattr(source, name)) for name in names if hasattr(source, name))
+
+
+_PAGE = 4096
+
+
+def fill_holes(path: Path) -> None:
+    """Give every page of a file its place on the disk; the content stays. OSError when there is no room.
+
+    A byte of each page is written over with itself, which every file system understands. A file in use by this process
+    alone may be mapped meanwhile.
+    """
+    with path.open("r+b", buffering=0) as file:
+        for start in range(0, path.stat().st_size, _PAGE):
+            file.seek(start)
+            byte = file.read(1)
+            file.seek(start)
+            file.write(byte)
+        os.fsync(file.fileno())

@@ -21,6 +21,7 @@ from trainer_core.runs.platform import (
     LockUnsupported,
     child_options,
     end_child,
+    fill_holes,
     is_network_path,
     lock_calls,
     locked,
@@ -203,3 +204,18 @@ def test_lock_calls_without_locks_are_not_busy(tmp_path: Path) -> None:
 
     with pytest.raises(LockUnsupported, match="No locks"), locked(tmp_path / "x", LockCalls(unsupported, print)):
         pass
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files are without holes there")
+def test_a_file_with_holes_gets_its_places(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(b"begin")
+        file.seek(300_000)
+        file.write(b"middle")
+        file.truncate(1_000_001)
+    before = path.read_bytes()
+    assert path.stat().st_blocks * 512 < 500_000, "this file system makes holes"
+    fill_holes(path)
+    assert path.stat().st_blocks * 512 >= 1_000_001
+    assert path.read_bytes() == before
