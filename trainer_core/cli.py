@@ -192,6 +192,10 @@ class _RunLog(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """A full disk: what matters is told by events too, and a traceback for each line would bury them."""
 
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the last lines do not fit either
+            super().close()
+
 
 @contextlib.contextmanager
 def _log_to(run_dir: Path) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from run_setup import Recorder, small_config
 
 from trainer_core import export
 from trainer_core.build import create_run, resume_run, run, start_run
+from trainer_core.cli import _log_to
 from trainer_core.config import TrainConfig
 from trainer_core.config_io import with_settings
 from trainer_core.errors import AdapterError, ConfigError, ResourceError
@@ -317,3 +319,13 @@ def test_a_file_that_appears_under_the_name_of_the_result(
     assert lora.is_dir() if kind == "folder" else lora.read_text(encoding="utf-8") == "mine"
     assert any("stays; the LoRA is test-2.safetensors" in data["message"] for data in recorder.of("Warned"))
     assert run(result.run_dir).lora == result.lora, "its own file is written again"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_log_on_a_full_disk_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither while it is written nor when it is closed, and without a traceback for each line."""
+    (tmp_path / "run.log").symlink_to("/dev/full")
+    with _log_to(tmp_path):
+        for _ in range(3):
+            logging.getLogger("trainer_core.test").warning("a line")
+    assert "Traceback" not in capfd.readouterr().err
