@@ -205,6 +205,8 @@ class _Runner:
             return "stopped", self._not_begun(), None, None
         session, trainer = self.assembly.session, self.assembly.trainer
         _take_room(self.folder.path / RING_NAME)
+        if note := trainer.parts.plan.accumulation_note(config.gradient.accumulation):
+            self.bus.emit(Warned(step=trainer.state.step, topic="data", message=note))
         if config.run.drill:
             from .planted_fault import plant
 

@@ -329,3 +329,12 @@ def test_a_log_on_a_full_disk_ends_no_run(tmp_path: Path, capfd: pytest.CaptureF
         for _ in range(3):
             logging.getLogger("trainer_core.test").warning("a line")
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_step_larger_than_an_epoch_is_told(config_of: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    """It ends with the epoch, so the effective batch is not what was asked for."""
+    recorder = Recorder()
+    config = config_of(tmp_path, gradient={"accumulation": 64}, run={"max_train_steps": 1})
+    assert start_run(config, sink=recorder).status == "finished"
+    told = [data["message"] for data in recorder.of("Warned") if data["topic"] == "data"]
+    assert sum("gradient.accumulation = 64, but an epoch has only 4 micro-batches" in text for text in told) == 1

@@ -77,6 +77,17 @@ class BatchPlan:
         """Steps an epoch; the last, short accumulation group is a step too, averaged over its true sample count."""
         return -(-self.micro_batches_per_epoch // accumulation)
 
+    def accumulation_note(self, accumulation: int) -> str:
+        """What to say when a step is to hold more micro-batches than an epoch has: it ends with the epoch. Else
+        empty."""
+        if accumulation <= self.micro_batches_per_epoch:
+            return ""
+        return (
+            f"gradient.accumulation = {accumulation}, but an epoch has only {self.micro_batches_per_epoch} "
+            f"micro-batches, and a step ends with its epoch: every step sees {self.samples_per_epoch} samples. Raise "
+            "dataset.repeats for larger steps."
+        )
+
     def batches(self, epoch: int) -> EpochBatches:
         """All batches of `epoch` (from 0) in the order they are trained. The latest epoch asked for is remembered."""
         if self._latest is None or self._latest[0] != epoch:

@@ -46,8 +46,8 @@ def merge_lora(model: SDXLModel, file: LoraFile, multiplier: float = 1.0) -> Mer
                 f"'{file.path}' cannot be merged: the weight of '{module.path}' ({name}) would not be finite in "
                 f"{str(weight.dtype).removeprefix('torch.')}. Use a smaller multiplier, or load the model in float32."
             )
-        changed += float(change.square().sum())
-        before += float(weight.float().square().sum())
+        changed += float(change.double().square().sum())
+        before += float(weight.double().square().sum())
     for module in network.modules.values():
         weight = module.base.weight
         weight.copy_((weight.float() + multiplier * module.delta_weight()).to(weight.dtype))
@@ -85,7 +85,7 @@ def extract_lora(
     for part in parts:
         for target, other in _pairs(base, tuned, part, conv=conv_rank > 0):
             difference = other.module.weight.float() - target.module.weight.float()
-            squared = float(difference.square().sum())
+            squared = float(difference.double().square().sum())
             if squared == 0:
                 unchanged += 1
                 continue
@@ -97,7 +97,7 @@ def extract_lora(
             state[f"{target.name}.lora_down.weight"] = (root[:, None] * vh).reshape(-1, *difference.shape[1:]).cpu()
             state[f"{target.name}.lora_up.weight"] = (u * root).reshape(difference.shape[0], -1, *tail).cpu()
             total += squared
-            kept += float(s.square().sum())
+            kept += float(s.double().square().sum())
     if not state:
         raise AdapterError(
             f"The two models do not differ in any of {unchanged} layers that a LoRA can hold "

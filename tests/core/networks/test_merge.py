@@ -62,6 +62,16 @@ def test_extraction_gives_a_merged_lora_back(
     assert {name.split("_")[1] for name in less.state} == {"te2"}
 
 
+def test_huge_changes_are_measured_in_double_precision(
+    model: SDXLModel, micro_folder: Path, saved: tuple[Path, torch.Tensor]
+) -> None:
+    """Their squares overflow float32, and the result was described as 'inf%' and 'nan%' as if it could be used."""
+    own = load_sdxl(micro_folder)
+    change = merge_lora(own, load_lora(saved[0]), 1e25).relative_change
+    assert 1e15 < change < 1e30
+    assert 0.5 < extract_lora(model, own, 4, parts=("unet",)).kept <= 1.0 + 1e-6
+
+
 def test_extraction_from_equal_models_is_an_error(model: SDXLModel, micro_folder: Path) -> None:
     with pytest.raises(AdapterError, match="do not differ"):
         extract_lora(model, load_sdxl(micro_folder), 4)
