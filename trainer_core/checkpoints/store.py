@@ -99,15 +99,15 @@ class CheckpointStore:
             raise CheckpointError(self._missing_message(which, found))
         try:
             state = self._read(wanted[0].path)
+        except Unreadable as error:
+            raise CheckpointError(
+                f"The checkpoint {wanted[0].name} is not given by the disk: {error}. "
+                "Check the disk, or name another one."
+            ) from error
         except Damaged as error:
             raise CheckpointError(
                 f"The checkpoint {wanted[0].name} is damaged: {error}. "
                 "Name another one, or 'latest' for the newest good one."
-            ) from error
-        except OSError as error:
-            raise CheckpointError(
-                f"The checkpoint {wanted[0].name} cannot be read: {error.strerror or error}. Check the disk, or name "
-                "another one."
             ) from error
         self.in_use = state.name
         return state
@@ -297,13 +297,9 @@ class CheckpointStore:
                 state = self._read(saved.path)
             except Damaged as error:
                 passed_over.append(f"{saved.name}: {error}")
-                log.warning("the checkpoint %s is damaged and passed over: %s", saved.name, error)
-                if set_aside and not isinstance(error, Unreadable):
+                log.warning("the checkpoint %s is passed over: %s", saved.name, error)
+                if set_aside and not isinstance(error, Unreadable):  # that one perhaps for this moment only
                     self._set_aside(saved.path, str(error))
-                continue
-            except OSError as error:  # perhaps for this moment only, so it keeps its name
-                passed_over.append(f"{saved.name}: it cannot be read ({error.strerror or error})")
-                log.warning("the checkpoint %s cannot be read and is passed over: %s", saved.name, error)
                 continue
             state.passed_over = tuple(passed_over)
             self.in_use = state.name

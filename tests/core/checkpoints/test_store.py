@@ -9,7 +9,6 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -63,29 +62,6 @@ def test_round_trip_is_bit_equal_and_leaves_exactly_the_layout(tmp_path: Path) -
     assert (loaded.name, loaded.passed_over) == ("step-00000500", ())
     manifest = json.loads((saved.path / "manifest.json").read_text(encoding="utf-8"))
     assert (manifest["run_id"], manifest["generation"], manifest["parent"]) == ("r1", 1, None)
-
-
-def test_one_that_the_disk_does_not_give_back_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad sector or a network drive that is away: it is named and keeps its name, for it may be whole."""
-    store = CheckpointStore(tmp_path)
-    for step in (1, 2):
-        store.save(state(step), step)
-    read = Path.open
-
-    def failing(self: Path, *arguments: Any, **options: Any) -> Any:
-        if self.name == names.ADAPTER and self.parent.name == "step-00000002":
-            raise OSError(errno.EIO, "Input/output error")
-        return read(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", failing)
-    loaded = store.load()
-    assert (loaded.name, loaded.passed_over) == (
-        "step-00000001",
-        ("step-00000002: it cannot be read (Input/output error)",),
-    )
-    assert saved_steps(store) == [2, 1]
-    with pytest.raises(CheckpointError, match="step-00000002 cannot be read: Input/output error"):
-        store.load(2)
 
 
 def test_loaded_tensors_can_be_trained_in_place(tmp_path: Path) -> None:
