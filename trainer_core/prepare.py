@@ -17,7 +17,7 @@ from .config_rules import problems
 from .errors import ConfigError
 from .preflight import preflight
 from .resume_rules import refusal, setting_differences
-from .runs.folder import RunFolder, check_writable, free_name, new_run_id
+from .runs.folder import RunFolder, check_writable, free_name, new_run_id, release_name
 from .runs.registry import config_hash
 
 
@@ -48,13 +48,8 @@ def create_run(
 
         config, told = drill_settings(config)
         notes = [*(notes or []), *told]
-    if config.hardware.profile != "off":
-        from .hardware.profiles import apply_profile
-
-        config, told = apply_profile(config)
-        notes = [*(notes or []), *told]
-        if found := problems(config):
-            raise ConfigError(found)
+    config, told = _with_profile(config)
+    notes = [*(notes or []), *told]
     output_dir = Path(config.run.output_dir).expanduser()
     check_writable(output_dir)
     run_id = new_run_id(datetime.now(timezone.utc))
@@ -73,7 +68,7 @@ def create_run(
             "final_lora": str(final.resolve()),
             "home": str(folder.path.resolve()),  # a run that finds itself elsewhere was moved or copied
             "lora_stem": stem,
-            "notes": list(notes or []),
+            "notes": notes,
             "created": time.time(),
             "started_in": str(Path.cwd()),  # where relative paths of the settings begin
         }
@@ -91,8 +86,20 @@ def checked(config: TrainConfig, *, light: bool = False) -> TrainConfig:
     return config
 
 
+def _with_profile(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """What `hardware.profile` chooses filled in, and what to tell about it."""
+    if config.hardware.profile == "off":
+        return config, []
+    from .hardware.profiles import apply_profile
+
+    config, told = apply_profile(config)
+    if found := problems(config):
+        raise ConfigError(found)
+    return config, told
+
+
 def change_run(run_dir: str | Path, changes: Callable[[TrainConfig], TrainConfig], *, light: bool = False) -> None:
-    """Write changed settings into a run, for its next start.
+    """Write changed settings into a run, for its next start. A changed output name or folder is the result's too.
 
     Raises:
         ConfigError: the changed settings break a rule.
@@ -100,9 +107,36 @@ def change_run(run_dir: str | Path, changes: Callable[[TrainConfig], TrainConfig
         ResourceError: another process trains the run. In each case the run is as it was.
     """
     folder = RunFolder(Path(run_dir))
-    config = checked(changes(from_dict(folder.read_run()["config"])), light=light)
+    before = from_dict(folder.read_run()["config"])
+    asked = changes(before)
+    config, told = _with_profile(checked(asked, light=light))
     newest = newest_scalars(folder.checkpoints)
     if newest is not None and (bound := setting_differences(newest[1]["config"], config)[0]):
         raise refusal(newest[0], bound)
     with folder.lock():  # a process that trains the run now does so with the settings of its start
-        folder.write_config({**folder.read_run(), "config": to_dict(config)})
+        stored = folder.read_run()
+        stored["notes"] = [*stored.get("notes", []), *(line for line in told if line not in stored.get("notes", []))]
+        stored["config"] = to_dict(config)
+        if asked != before:  # the old request would be given another result than it asks for
+            stored["config_hash"] = config_hash(to_dict(asked))
+        folder.write_config(stored | _other_name(folder, stored, before, config))
+
+
+def _other_name(
+    folder: RunFolder, stored: Mapping[str, Any], before: TrainConfig, config: TrainConfig
+) -> dict[str, Any]:
+    """Name and place of the result, reserved, where another one is asked for now."""
+    old = Path(stored["final_lora"])
+    stem, place = stored.get("lora_stem") or before.run.output_name, old.parent
+    name = stem if config.run.output_name == before.run.output_name else config.run.output_name
+    if config.run.output_dir != before.run.output_dir:
+        # A host such as ComfyUI has a folder of its own for results, which is not run.output_dir.
+        began = Path(stored.get("started_in", "."))
+        if (began / Path(before.run.output_dir).expanduser()).resolve() == old.parent:
+            place = Path(config.run.output_dir).expanduser()
+    if (name, place) == (stem, old.parent):
+        return {}
+    check_writable(place)
+    new = free_name(place, name, old.suffix, owner=folder.path, form=config.checkpoint.save_format)
+    release_name(old)
+    return {"final_lora": str(new.resolve()), "lora_stem": name}
