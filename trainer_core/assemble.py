@@ -377,7 +377,7 @@ class _Assembler:
         self.bus.emit(Warned(step=step, topic=topic, message=message))
 
     def _stop_asked(self) -> bool:
-        self.commands.poll()
+        self.commands.answer()  # what else was asked for waits for the first step
         return self.commands.stop_requested
 
     def _check_stop(self) -> None:

@@ -16,7 +16,7 @@ from .checkpoints.manifest import STATE, SavedCheckpoint, newest_good, read_mani
 from .config import TrainConfig, trained_parts
 from .config_io import from_dict
 from .config_rules import problems
-from .errors import ConfigError, HardwareError, Problem, ResourceError, TrainerError
+from .errors import ConfigError, HardwareError, Problem, ResourceError, TrainerError, WeightsDifferError
 from .events import EventBus, PhaseChanged, RunFinished, Warned
 from .health.engine import RING_NAME
 from .prepare import change_run as change_run
@@ -219,8 +219,10 @@ class _Runner:
 
     def _rescue(self, error: TrainerError) -> str | None:
         """A checkpoint of a failed run, so that nothing is lost; the store refuses a damaged state. What a failing
-        device computed is not kept, nor an update that may be half made: an earlier checkpoint is named."""
-        if self.assembly is None or self.assembly.trainer.state.step == 0 or isinstance(error, HardwareError):
+        device or processes that went apart computed is not kept, nor an update that may be half made: an earlier
+        checkpoint is named."""
+        doubtful = isinstance(error, HardwareError | WeightsDifferError)
+        if self.assembly is None or self.assembly.trainer.state.step == 0 or doubtful:
             return None
         memory = self.assembly.trainer.parts.memory
         if memory is not None and not memory.updates.whole:

@@ -46,6 +46,14 @@ def _base_format(config: TrainConfig) -> Found:
         yield Problem("precision.base_format", kind, why, "Write compute, or another init.")
 
 
+def _compile(config: TrainConfig) -> Found:
+    kind, lora = config.hardware.compile, config.lora
+    on = [name for name in ("dropout", "rank_dropout", "module_dropout") if getattr(lora, name) > 0]
+    if kind != "off" and on:
+        why = f"compiles anew in every step with lora.{on[0]} on, whose masks are drawn on the host"
+        yield Problem("hardware.compile", kind, why, f"Write off, or lora.{on[0]} = 0.")
+
+
 def _text_encoders(config: TrainConfig) -> Found:
     trained = sorted({"te1", "te2"} & set(trained_parts(config)))
     if config.memory.text_encoders == "host" and trained:
@@ -135,6 +143,7 @@ def _drill(config: TrainConfig) -> Found:
 SAFETY_RULES: tuple[Callable[[TrainConfig], Found], ...] = (
     _scale,
     _base_format,
+    _compile,
     _text_encoders,
     _sanitize,
     _rungs,

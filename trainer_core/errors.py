@@ -91,3 +91,7 @@ class ResourceError(TrainerError):
 
 class ProcessError(TrainerError):
     """Processes of one run cannot reach each other, do not answer, or do not agree on what they train."""
+
+
+class WeightsDifferError(ProcessError):
+    """Processes hold other weights than process 0: nobody knows whose are right, so the present state is not kept."""

@@ -161,6 +161,8 @@ class Recovery:
         action = f"Went back from step {failed} to {good.name or back}: {text}; {window} steps' worth of data left out"
         log.warning("%s (%s)", action, reason)
         session.bus.emit(Intervention(step=back, action=action, reason=reason, attempt=trainer.state.attempt))
+        if session.is_first:
+            session.make_up_for(back)
 
     def _set(self) -> None:
         """Let the run be what the ladder says: number format, learning rate, frozen modules."""

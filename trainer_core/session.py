@@ -97,7 +97,7 @@ class Session:
     def rolled_back(self, step: int) -> None:
         """The ladder went back to `step`: what is due is due again, and the state of `step` is a new one."""
         self.checkpoints.rolled_back()
-        self._validated_step = step if self.validation_history else -1
+        self._validated_step = int(self.validation_history[-1]["step"]) if self.validation_history else -1
         self._previewed_step = step
 
     def before_training(self, step: int) -> None:
@@ -119,8 +119,15 @@ class Session:
         else:
             if any(self.folder.previews.glob(f"step-{step:08d}-*.png")):
                 self._previewed_step = step
-            self._look_and_export(step, export=not (self.folder.loras / self._lora_name(step)).exists())
+            self.make_up_for(step)
         self._try_preview()
+
+    def make_up_for(self, step: int) -> None:
+        """What was due after `step`, whose state was restored from a checkpoint written before it."""
+        if step == 0:
+            self.validate(step)
+        else:
+            self._look_and_export(step, export=not (self.folder.loras / self._lora_name(step)).exists())
 
     def _try_preview(self) -> None:
         """With `memory.probe`: the largest preview, where none was made yet."""

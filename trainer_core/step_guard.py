@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .distributed.together import agreed_trigger
 from .errors import NonFiniteError
@@ -41,6 +41,8 @@ class StepGuard:
         self.quarantine = Quarantine(self.safety, len(trainer.parts.plan.items))
         trainer.keepers["quarantine"] = self.quarantine
         self.recheck = SpikeRecheck(trainer)
+        self._before_step: dict[str, Any] | None = None
+        """The quarantine before the present step, once that has counted something."""
         self.trigger: Trigger | None = None
         self.last_where = ""
         self.last_culprits: tuple[str, ...] = ()
@@ -69,12 +71,21 @@ class StepGuard:
             return None
         if len(bad) == len(work.refs):
             return None
+        if self._before_step is None:
+            self._before_step = self.quarantine.state_dict()
         for index in bad:
             ref = work.refs[index]
             cause = bad_inputs(self.trainer, work.epoch, ref)
             text = f"its {cause} hold NaN or infinity" if cause else "its loss is not finite, the others' are"
             self._hit(work, ref, text, dropped=True)
         return work.without(bad)
+
+    def stopped(self) -> None:
+        """The step was dropped half-way, as if it had never been begun: a resumed run counts its pictures again."""
+        self.recheck.stopped()
+        if self._before_step is not None:
+            self.quarantine.load_state_dict(self._before_step)
+            self._before_step = None
 
     def rejected(self, work: StepWork, reading: StepReading, verdict: StepVerdict) -> None:
         """Say that the step is rejected, with everything that is known about the cause.
@@ -123,6 +134,7 @@ class StepGuard:
     def nothing_left(self, work: StepWork, group: list[tuple[SampleRef, ...]]) -> None:
         """Every picture of the step is quarantined: it is told and counts as rejected, and says nothing about numbers.
         Before it is counted."""
+        self._before_step = None
         trainer = self.trainer
         state, phases = trainer.state, trainer.parts.precision.phases
         files = tuple(dict.fromkeys(self._file(ref) for refs in group for ref in refs))
@@ -149,6 +161,7 @@ class StepGuard:
 
     def decided(self, kind: str, reading: StepReading) -> None:
         """Let the phases know how the step was decided, and tell what that led to."""
+        self._before_step = None
         trainer, state = self.trainer, self.trainer.state
         row = StepRow(state.step, state.attempt, kind, reading.loss, reading.grad_norm, reading.loss_scale)
         self.rows.append(row)

@@ -155,7 +155,7 @@ class Trainer:
             parts.optimizer,
             parts.device,
             compute_loss=self._compute_loss,
-            area=self._area,
+            area=self.area,
             should_stop=should_stop,
             ladder=None if memory is None else memory.ladder,
             context=None if memory is None else memory.context,
@@ -247,7 +247,7 @@ class Trainer:
             reading = self.measure(work)
             if reading is None:
                 parts.precision.abandon(parts.optimizer)
-                self.guard.recheck.stopped()
+                self.guard.stopped()
                 return False
             verdict = parts.precision.judge(parts.optimizer, reading)
             rest = self.guard.again(work, reading, verdict)
@@ -275,7 +275,7 @@ class Trainer:
         self.accumulation.run(plan_step(0, [refs]))
         self.parts.precision.abandon(self.parts.optimizer)
 
-    def _area(self, refs: Sequence[SampleRef]) -> tuple[int, int]:
+    def area(self, refs: Sequence[SampleRef]) -> tuple[int, int]:
         return self.parts.plan.items[refs[0].item_index].bucket
 
     def _compute_loss(self, epoch: int, refs: Sequence[SampleRef]) -> torch.Tensor:

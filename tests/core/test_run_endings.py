@@ -12,6 +12,7 @@ from run_setup import Recorder, small_config
 
 from trainer_core.build import TrainResult, resume_run, start_run
 from trainer_core.config import TrainConfig
+from trainer_core.errors import WeightsDifferError
 from trainer_core.export import Exporter
 from trainer_core.networks.file_check import body_hash
 from trainer_core.runs.platform import DurableIO
@@ -116,3 +117,17 @@ def test_a_file_for_the_report_that_cannot_be_written_ends_no_run(
     assert len(recorder.of("StepRejected")) == 2
     assert result.message.startswith("Stopped at step 2: 2 rejected steps in a row (POISON).")
     assert "could not be written to" in result.message
+
+
+def test_weights_that_went_apart_are_not_kept(
+    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows which process is right, so the checkpoint to go on from is the one before."""
+
+    def apart(self: Trainer) -> None:
+        if self.state.step == 3:
+            raise WeightsDifferError("The weights of process 1 are not those of process 0 any more")
+
+    monkeypatch.setattr(Trainer, "_look_around", apart)
+    failed, _ = train(config_for(checkpoint={"every_steps": 2}))
+    assert (failed.status, failed.step, failed.checkpoint) == ("failed", 3, "step-00000002")

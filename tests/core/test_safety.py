@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 from trainer_core.build import TrainResult, resume_run, start_run
 from trainer_core.config import TrainConfig
 from trainer_core.networks.file_check import body_hash
+from trainer_core.runs.protocol import Commands
 from trainer_core.trainer import Trainer
 
 LIGHT: dict[str, dict[str, Any]] = {
@@ -119,6 +122,28 @@ def test_u4_a_poisoned_picture_is_dropped_and_the_rest_computed_again(
     assert all(bool(torch.isfinite(value).all()) for value in load_file(result.lora).values())
 
 
+def test_a_step_that_is_stopped_half_way_counts_no_picture(
+    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed run computes it again: counted twice, the picture would be quarantined for one failure."""
+    poison_latents(monkeypatch, "003.png")
+    commands = Commands()
+
+    def stop(wire: dict[str, Any]) -> None:
+        if wire["type"] == "Intervention" and "was left out of this step" in wire["data"]["action"]:
+            commands.stop("between the two computations")
+
+    whole = Recorder()
+    config = config_for(steps=5, safety={"diagnose": False, "quarantine_after": 2})
+    start_run(replace(config, run=replace(config.run, output_name="whole")), sink=whole)
+    stopped = start_run(config, commands=commands, sink=stop)
+    assert stopped.status == "stopped"
+    again = Recorder()
+    resume_run(stopped.run_dir, sink=again)
+    told = [[data["action"] for data in recorder.of("Intervention")] for recorder in (whole, again)]
+    assert told[0] == told[1]
+
+
 def test_u4_the_rest_keeps_draws_and_divisor(
     config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +209,23 @@ def test_a_fault_before_the_first_checkpoint_goes_back_to_the_start(
     result, recorder = train(config_for(steps=3))
     assert (result.status, result.applied) == ("finished", 3), result.message
     assert "to the start of the run" in recorder.of("Intervention")[0]["action"]
+
+
+def test_what_was_due_after_the_step_that_is_gone_back_to_is_made_up_for(
+    config_for: Callable[..., TrainConfig], inject: Callable[[Fault], None]
+) -> None:
+    """Its checkpoint was written before its validation, which goes with the rest; a kill right after would measure it
+    again, so the run that is not killed does too."""
+    inject(nan_gradient_while(lambda trainer: trainer.state.attempt == 0 and trainer.state.applied >= 3))
+    sections = {"validation": {"enabled": True, "every_steps": 2, "max_pictures": 1}, "checkpoint": {"every_steps": 2}}
+    result, recorder = train(config_for(steps=6, **sections))
+    assert result.status == "finished", result.message
+    back = recorder.of("Intervention")[0]
+    assert "to step-00000002" in back["action"]
+    measured = [data["step"] for data in recorder.of("ValidationFinished")]
+    assert measured == [0, 2, 4, 2, 4, 6], "steps 4 and beyond were rejected the first time"
+    state = json.loads((result.run_dir / "checkpoints" / "step-00000006" / "state.json").read_text(encoding="utf-8"))
+    assert [entry["step"] for entry in state["scalars"]["validation"]] == [0, 2, 4]
 
 
 class Killed(BaseException):

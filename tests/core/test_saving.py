@@ -20,7 +20,7 @@ from trainer_core.errors import ResourceError
 from trainer_core.events import EventBus
 from trainer_core.networks.file_check import body_hash
 from trainer_core.runs.folder import RunFolder
-from trainer_core.runs.registry import find_interrupted
+from trainer_core.runs.registry import newest_with_hash
 from trainer_core.saving import RunCheckpoints
 
 from .checkpoints.faulty_io import FailingWrites
@@ -271,7 +271,7 @@ def test_what_was_due_after_the_restored_step_is_made_up_for(config_for: Callabl
     ]
 
 
-def test_the_same_request_again_finds_its_interrupted_run(config_for: Callable[..., TrainConfig]) -> None:
+def test_the_same_request_again_finds_its_run(config_for: Callable[..., TrainConfig]) -> None:
     """Also where the seed was left open: it is drawn once, and is no part of what was asked for."""
     config = config_for(run={"seed": None})
     first = create_run(config)
@@ -281,7 +281,7 @@ def test_the_same_request_again_finds_its_interrupted_run(config_for: Callable[.
     again = create_run(config)
     hashes = [*(entry["config_hash"] for entry in stored), again.read_config()["config_hash"]]
     assert hashes[0] == hashes[2] != hashes[1]
-    found = find_interrupted(Path(config.run.output_dir), hashes[1])
+    found = newest_with_hash(Path(config.run.output_dir), hashes[1])
     assert found is not None
     assert found.run_id == other.run_id
     assert resume_run(other.path).status == "finished"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..errors import ProcessError
+from ..errors import ProcessError, WeightsDifferError
 from .processes import Processes, ToldElsewhereError
 
 EVERY = 50
@@ -76,13 +76,13 @@ def check_weights(processes: Processes, parameters: Iterable[torch.Tensor], step
     """All processes must hold the same weights, bit for bit.
 
     Raises:
-        ProcessError: naming the processes that differ from process 0.
+        WeightsDifferError: naming the processes that differ from process 0.
     """
     own = fingerprint(parameters)
     found = processes.gather(f"{own[0]:016x}{own[1]:016x}")
     other = [rank for rank, value in enumerate(found) if value != found[0]]
     if other:
-        raise (ProcessError if processes.first else ToldElsewhereError)(
+        raise (WeightsDifferError if processes.first else ToldElsewhereError)(
             f"The weights of process{'es' if len(other) > 1 else ''} {', '.join(map(str, other))} are not those of "
             f"process 0 any more at step {step}: a gradient was not summed, or a device computes wrong. The run stops; "
             "resume from the last checkpoint."

@@ -21,6 +21,7 @@ from ..memory.shortage import first_line
 from ..models.compiled import CompiledBlocks, compiler_errors
 
 if TYPE_CHECKING:
+    from ..memory.ladder import Area
     from ..optim.reading import StepReading
     from ..step_work import StepWork
     from ..trainer import Trainer
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 COMPILE = "COMPILE"
 _COMPARED_STEPS = 2
+_SURPRISES = 3
+"""Steps that compiled something although their shapes had been compiled before, until that is too often."""
 _MOST_NAMES = 3
 _LIMITS = {"fp32": (0.9999, 1e-3), "bf16": (0.99, 0.05), "fp16": (0.99, 0.05)}
 """Least cosine, and most difference of log10 of the norms (diagnostics section 6, [D])."""
@@ -58,6 +61,8 @@ class CompileCheck:
         self._trainer = trainer
         self._blocks: CompiledBlocks | None = blocks
         self._due = 0
+        self._shapes: set[tuple[Area, int]] = set()
+        self._surprises = 0
         parts = trainer.parts
         self._named = {name: p for part in parts.network.parts for name, p in parts.network.parameters_of(part).items()}
 
@@ -84,7 +89,23 @@ class CompileCheck:
             return None
         if blocks.graphs > known:
             self._due = _COMPARED_STEPS
+            if self._too_often(work):
+                self._trainer.parts.precision.redo(self._trainer.parts.optimizer, reading)
+                return plain(work)
         return self._compared(work, reading) if self._due > 0 else reading
+
+    def _too_often(self, work: StepWork) -> bool:
+        """Whether steps keep compiling what they had compiled before; the compiler is off then. Notes the shapes."""
+        shapes = {(self._trainer.area(refs), len(refs)) for refs in work.batches}
+        self._surprises += shapes <= self._shapes
+        self._shapes |= shapes
+        if self._surprises <= _SURPRISES:
+            return False
+        self._give_up(
+            f"torch.compile compiled {self._surprises} times what it had compiled before: something that it takes for "
+            "fixed changes from step to step"
+        )
+        return True
 
     def _compared(self, work: StepWork, reading: StepReading) -> StepReading | None:
         parts = self._trainer.parts

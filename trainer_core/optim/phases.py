@@ -122,6 +122,10 @@ class Phases:
             if name != "ring" and name in state:
                 setattr(self, name, state[name])
         self.ring = deque(state.get("ring", ()), maxlen=_RING)
+        if self.scaled and self.phase == NORMAL and self.reference_scale is None:
+            self._enter(CALIBRATE)  # taken up from bf16 or fp32: a loss scale is to be found first
+        if not self.scaled and self.phase == CALIBRATE:
+            self._enter(NORMAL)
         if self.phase == STOPPED:  # somebody resumes it, with other settings: it gets its chance
             self.rejected_in_a_row = self.floor_in_a_row = 0
             self._enter(ALERT)

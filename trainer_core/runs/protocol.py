@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -119,7 +118,7 @@ class Commands:
     def __init__(self) -> None:
         self._waiting: deque[Command] = deque()
         self._acks: deque[Ack] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self.stop_requested = False
         self.stop_reason = ""
         self.paused = False
@@ -133,36 +132,31 @@ class Commands:
 
         An Ack with ok=True means "taken": what the command brings about is told by its own event.
         """
-        with self._changed:
-            commands, acks = list(self._waiting), list(self._acks)
+        self.answer()
+        with self._lock:
+            commands = list(self._waiting)
             self._waiting.clear()
-            if self.on_ack is not None:
-                self._acks.clear()
-        if self.on_ack is not None:
-            for ack in acks:
-                self.on_ack(ack)
         return commands
 
-    def wait_while_paused(self, on_wait: Callable[[], object] | None = None, tick: float = 0.2) -> float:
-        """Sleep until `resume` or `stop` comes; returns the seconds slept. `on_wait` is called every `tick` seconds."""
-        start = time.monotonic()
-        while self.paused and not self.stop_requested:
-            with self._changed:
-                self._changed.wait(tick)
-            if on_wait:
-                on_wait()
-        return time.monotonic() - start
+    def answer(self) -> None:
+        """Answer what came in and leave the commands waiting: while a run is prepared nothing can be saved yet."""
+        if self.on_ack is None:
+            return
+        with self._lock:
+            acks = list(self._acks)
+            self._acks.clear()
+        for ack in acks:
+            self.on_ack(ack)
 
     def add(self, command: Command) -> None:
         """Take a valid command. Called from any thread."""
-        with self._changed:
+        with self._lock:
             self._waiting.append(command)
             self._acks.append(Ack(id=command.id, cmd=command.cmd, ok=True, message="taken"))
             if command.cmd == "stop":
                 self._stop("stop command")
             elif command.cmd in ("pause", "resume"):
                 self.paused = command.cmd == "pause"
-            self._changed.notify_all()
 
     def add_line(self, line: bytes) -> None:
         """Take one line from the wire: a command, or something to be answered as malformed."""
@@ -170,7 +164,7 @@ class Commands:
             self.add(decode_command(line))
         except BadCommand as error:
             log.warning("bad command: %s", error)
-            with self._changed:
+            with self._lock:
                 self._acks.append(Ack(id=error.id, cmd=error.cmd, ok=False, message=str(error)))
 
     def stop(self, reason: str) -> None:

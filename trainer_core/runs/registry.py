@@ -72,13 +72,6 @@ def list_runs(
     return [(look or describe)(folder) for folder in folders[:newest]]
 
 
-def find_interrupted(output_dir: str | Path, wanted_hash: str) -> RunInfo | None:
-    """The newest run with this config hash that was interrupted, or None."""
-    return next(
-        (run for run in list_runs(output_dir) if run.state == "interrupted" and run.config_hash == wanted_hash), None
-    )
-
-
 def newest_with_hash(output_dir: str | Path, wanted_hash: str) -> RunInfo | None:
     """The newest run of this config, whatever became of it."""
     return next((run for run in list_runs(output_dir) if run.config_hash == wanted_hash), None)

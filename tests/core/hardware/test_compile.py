@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer_core.build import TrainResult, resume_run, start_run
 from trainer_core.config import TrainConfig
+from trainer_core.config_rules import problems
 from trainer_core.hardware import compile_check
 from trainer_core.hardware.compile_check import deviations
 from trainer_core.models.compiled import CompiledBlocks
@@ -20,6 +21,7 @@ from trainer_core.networks.file_check import body_hash
 from trainer_core.networks.lora import LoraModule
 from trainer_core.preflight import preflight
 from trainer_core.runs.protocol import Commands
+from trainer_core.trainer import Trainer
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def test_a_cut_in_compiled_code_is_named_and_never_reaches_the_weights(config: T
     [
         {},
         {"lora": {"rank": 2, "preset": "full", "conv_rank": 2}},
-        {"lora": {"rank": 2, "dropout": 0.2, "rank_dropout": 0.1, "module_dropout": 0.1}},
+        {"lora": {"rank": 2, "max_norm": 1.0, "clamp": 16.0}},
         {"optimizer": {"te1_lr": 1e-3, "te2_lr": 1e-3}},
         {"precision": {"gradient_checkpointing": True}},
         {"precision": {"compute": "bf16"}},
@@ -153,6 +155,33 @@ def test_a_compiler_that_fails_is_told_and_the_run_goes_on(
     assert [(word["step"], word["severity"]) for word in told(recorder)] == [(1, "warning")]
     assert "no C++ compiler here" in told(recorder)[0]["sentence"]
     assert lora_hash(result) == lora_hash(start_run(off(config)))
+
+
+@pytest.mark.usefixtures("few_blocks")
+def test_what_compiles_in_every_step_goes_off(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapter dropout would; it is refused. This stands for what nobody thought of."""
+    down, loss, words = LoraModule._down, Trainer.loss, ["now"]
+
+    def changing(self: LoraModule, x: torch.Tensor, source: Any) -> torch.Tensor:
+        return down(self, x, source) * (2.0 if words[0] == "never" else 1.0)
+
+    def next_word(self: Trainer, epoch: int, batch: Any) -> torch.Tensor:
+        words[0] = f"step {self.state.step}"
+        return loss(self, epoch, batch)
+
+    monkeypatch.setattr(LoraModule, "_down", changing)
+    monkeypatch.setattr(Trainer, "loss", next_word)
+    recorder = Recorder()
+    config = replace(config, run=replace(config.run, max_train_steps=6))
+    assert start_run(config, sink=recorder).status == "finished"
+    (word,) = told(recorder)
+    assert (word["step"], word["severity"]) == (5, "warning")
+    assert "compiled 4 times what it had compiled before" in word["sentence"]
+
+
+def test_adapter_dropout_is_refused(config: TrainConfig) -> None:
+    (problem,) = problems(replace(config, lora=replace(config.lora, rank_dropout=0.1)))
+    assert (problem.field, "lora.rank_dropout" in problem.why) == ("hardware.compile", True)
 
 
 class _Blocks(nn.Module):

@@ -376,3 +376,18 @@ def test_healthy_fp16_runs_never_trigger() -> None:
                     scale, tracker = scale * 2, 0
     assert triggers == 0
     assert rejected < 0.01 * 300 * 1000
+
+
+def test_a_run_taken_up_in_fp16_looks_for_its_loss_scale_first() -> None:
+    """In NORMAL the overflows of the search would be rejected steps, and eight in a row call the ladder."""
+    settings = PrecisionConfig(), SafetyConfig()
+    plain, scaled = Phases(*settings, scaled=False), Phases(*settings, scaled=True)
+    scaled.load_state_dict(plain.state_dict())
+    assert scaled.phase == CALIBRATE
+    plain.load_state_dict(scaled.state_dict())
+    assert plain.phase == NORMAL
+    for _ in range(5):
+        scaled.record("", 1024.0)
+    found = Phases(*settings, scaled=True)
+    found.load_state_dict(scaled.state_dict())
+    assert found.phase == NORMAL

@@ -154,25 +154,27 @@ def test_answers_wait_until_somebody_can_send_them() -> None:
 
 def test_stop_and_pause_are_seen_at_once() -> None:
     commands = Commands()
-    assert not commands.should_stop()
+    assert not commands.stop_requested
     commands.add(Command("1", "pause"))
     assert commands.paused
-    ticks: list[int] = []
-
-    def on_wait() -> None:
-        ticks.append(1)
-        if len(ticks) == 3:
-            commands.add(Command("2", "resume"))
-
-    assert commands.wait_while_paused(on_wait, tick=0.01) >= 0.03
-    assert len(ticks) == 3
-    commands.add(Command("3", "pause"))
-    commands.add(Command("4", "stop"))
-    assert commands.wait_while_paused() < 0.1
+    commands.add(Command("2", "resume"))
+    assert not commands.paused
+    commands.add(Command("3", "stop"))
     assert commands.should_stop()
-    assert commands.stop_reason == "stop command"
     commands.stop("signal SIGTERM")
     assert commands.stop_reason == "stop command"
+
+
+def test_while_a_run_is_prepared_commands_are_answered_and_wait() -> None:
+    """They were answered as taken, and thrown away."""
+    commands, acks = Commands(), []
+    commands.on_ack = acks.append
+    commands.add(Command("1", "save"))
+    commands.answer()
+    commands.answer()
+    assert [ack.id for ack in acks] == ["1"]
+    assert commands.poll() == [Command("1", "save")]
+    assert [ack.id for ack in acks] == ["1"]
 
 
 @pytest.mark.parametrize("supervised", [True, False])

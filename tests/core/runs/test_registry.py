@@ -12,7 +12,7 @@ import pytest
 from trainer_core.events import EventBus, RunFinished, RunStarted
 from trainer_core.runs.database import RunDatabase
 from trainer_core.runs.folder import RunFolder
-from trainer_core.runs.registry import config_hash, describe, find_interrupted, list_runs
+from trainer_core.runs.registry import config_hash, describe, list_runs, newest_with_hash
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,21 +52,19 @@ def test_a_run_that_is_being_written_is_running(tmp_path: Path) -> None:
     assert holder.stdout
     holder.stdout.readline()
     assert describe(folder).state == "running"
-    assert find_interrupted(tmp_path, config_hash({})) is None
     holder.kill()
     holder.communicate()
     assert describe(folder).state == "interrupted"
 
 
-def test_the_newest_interrupted_run_of_a_config_is_found(tmp_path: Path) -> None:
+def test_the_newest_run_of_a_config_is_found(tmp_path: Path) -> None:
     make(tmp_path, "20260101T000000Z-aaaa", None, rank=4)
     wanted = make(tmp_path, "20260102T000000Z-aaaa", None, rank=4)
-    make(tmp_path, "20260103T000000Z-aaaa", "finished", rank=4)
     make(tmp_path, "20260104T000000Z-aaaa", None, rank=8)
-    found = find_interrupted(tmp_path, config_hash({"rank": 4}))
+    found = newest_with_hash(tmp_path, config_hash({"rank": 4}))
     assert found is not None
-    assert found.run_id == wanted.run_id
-    assert find_interrupted(tmp_path, config_hash({"rank": 16})) is None
+    assert (found.run_id, found.state) == (wanted.run_id, "interrupted")
+    assert newest_with_hash(tmp_path, config_hash({"rank": 16})) is None
 
 
 def test_a_damaged_run_is_listed_with_its_problem(tmp_path: Path) -> None:
