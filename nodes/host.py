@@ -110,15 +110,31 @@ def graph_id(extra_pnginfo: Any) -> str | None:
 _LONGEST_ID = 64
 
 
-def queued_prompts() -> list[tuple[str, dict[str, Any], str | None]]:
-    """(prompt id, graph, graph id) of every prompt that waits in ComfyUI's queue, in the order in which they run."""
+QueuedPrompt = tuple[str, dict[str, Any], str | None]
+"""(prompt id, graph, graph id)"""
+
+
+def queued_prompts() -> tuple[list[QueuedPrompt], list[QueuedPrompt]]:
+    """The prompts that ComfyUI runs now (one, or none), and those that wait, in the order in which they run."""
     queue = getattr(prompt_server(), "prompt_queue", None)
     if queue is None:
-        return []
+        return [], []
     # The older call copies every graph in depth; the newer one hands out what nobody changes.
-    _, waiting = (getattr(queue, "get_current_queue_volatile", None) or queue.get_current_queue)()
-    in_order = [item for item in sorted(waiting, key=lambda item: item[0]) if isinstance(item[2], dict)]
+    running, waiting = (getattr(queue, "get_current_queue_volatile", None) or queue.get_current_queue)()
+    return _in_order(running), _in_order(waiting)
+
+
+def _in_order(items: list[Any]) -> list[QueuedPrompt]:
+    in_order = [item for item in sorted(items, key=lambda item: item[0]) if isinstance(item[2], dict)]
     return [(str(item[1]), item[2], graph_id(_extra_of(item).get("extra_pnginfo"))) for item in in_order]
+
+
+def is_over(node_id: str) -> bool:
+    """Whether a node of the running prompt has its results already (from ComfyUI's cache, or because it ran)."""
+    from comfy_execution.progress import NodeState, get_progress_state
+
+    node = get_progress_state().nodes.get(node_id)
+    return node is not None and node["state"] in (NodeState.Finished, NodeState.Error)
 
 
 def _extra_of(item: Any) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class LiveRun:
 
 _lock = threading.RLock()
 _runs: dict[str, LiveRun] = {}
+_begun: dict[str, set[str]] = {}  # Train nodes of the newest prompt whose run was followed, by prompt id
 _subscribers: list[Callable[[Message], object]] = []
 
 
@@ -107,6 +108,12 @@ def live_runs() -> dict[str, LiveRun]:
     """The runs that are followed now, by run id (a copy)."""
     with _lock:
         return dict(_runs)
+
+
+def has_begun(prompt_id: str, node_id: str) -> bool:
+    """Whether the run of a Train node was followed in this prompt, be it over or not (of the newest prompt alone)."""
+    with _lock:
+        return node_id in _begun.get(prompt_id, ())
 
 
 def output_folders() -> list[Path]:
@@ -149,6 +156,10 @@ def following(run: LiveRun) -> Generator[LiveRun, None, None]:
     """`run` is live inside this context."""
     with _lock:
         _runs[run.run_id] = run
+        if run.prompt_id is not None:
+            begun = _begun.get(run.prompt_id, set())
+            _begun.clear()  # ComfyUI runs one prompt at a time
+            _begun[run.prompt_id] = begun | {run.node_id}
     try:
         yield run
     finally:

@@ -176,11 +176,11 @@ def test_messages_tell_no_places_of_the_machine(part: Any) -> None:
 class Queue:
     """ComfyUI's prompt queue, as far as it is asked."""
 
-    def __init__(self, *waiting: tuple[Any, ...]) -> None:
-        self.waiting = list(waiting)
+    def __init__(self, *waiting: tuple[Any, ...], running: tuple[Any, ...] = ()) -> None:
+        self.running, self.waiting = list(running), list(waiting)
 
     def get_current_queue(self) -> tuple[list[Any], list[Any]]:
-        return [(0, "running", {"9": {"class_type": "SafeScalerTrain", "inputs": {}}}, {}, [])], self.waiting
+        return self.running, self.waiting
 
 
 def test_the_id_of_a_graph_is_taken_from_what_the_browser_sends_beside_it(part: Any) -> None:
@@ -209,3 +209,24 @@ def test_runs_that_wait_in_comfyuis_queue(part: Any, run: Any, comfyui: Any, mon
     assert waiting()[0]["waiting_for"] is None
     monkeypatch.setattr(part("host"), "prompt_server", lambda: None)
     assert waiting() == []
+
+
+def test_a_graph_that_has_its_turn_gets_ready_until_its_run_begins(
+    part: Any, comfyui: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {name: {"class_type": "SafeScalerTrain", "inputs": {"output_name": name}} for name in ("4", "5", "6")}
+    queue = Queue(running=((0, "turn", {**nodes, "7": {"class_type": "KSampler"}}, {}, []),))
+    monkeypatch.setattr(part("host"), "prompt_server", lambda: type("Server", (), {"prompt_queue": queue})())
+    monkeypatch.setattr(part("host"), "is_over", lambda node: node == "6")  # it came from ComfyUI's cache
+    live = part("live")
+
+    def ready() -> list[tuple[str, int, object]]:
+        return [(one["node_id"], one["position"], one["waiting_for"]) for one in part("waiting").waiting_runs()]
+
+    assert ready() == [("4", 0, None), ("5", 0, None)]
+    run = live.LiveRun("r", Path("r"), "4", lambda _: "1", prompt_id="turn")
+    with live.following(run):
+        assert ready() == [("5", 0, None)]
+    assert ready() == [("5", 0, None)]  # over, and the node makes its results
+    queue.running = [(1, "next", nodes, {}, [])]
+    assert [node for node, *_ in ready()] == ["4", "5"]

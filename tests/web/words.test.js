@@ -8,7 +8,7 @@ import { bareName, bytes, clock, duration, memory, number, plural, tick } from "
 import { byPrompt } from "../../web/js/gallery.js";
 import { waitingWords } from "../../web/js/run_picker.js";
 import { groupName, phaseWords, sentence, stateWord, tone, verdictWord, withoutPaths } from "../../web/js/sentences.js";
-import { messageOf } from "../../web/js/status_card.js";
+import { messageOf, whereWords } from "../../web/js/status_card.js";
 import { progressWords } from "../../web/js/train_widget.js";
 import { event, runFinished, stepFinished, stepRejected } from "./events.mjs";
 
@@ -116,6 +116,16 @@ test("what a queued run waits for, and for how long", () => {
   assert.equal(waitingWords(one, client), "Waiting for run cat, about 12 min left · 400 steps");
   assert.equal(waitingWords({ ...one, position: 3, steps: null }, client), "Waiting for run cat · 3 graphs before it");
   assert.equal(waitingWords({ ...one, waiting_for: null }, client), "Waiting for its turn · 400 steps");
+  assert.equal(waitingWords({ ...one, position: 0 }, client), "Getting ready: the nodes before it come first");
+});
+
+test("what the card says of a run's progress, before its process has said a word too", () => {
+  const run = { state: "running", step: 0, total_steps: 0 };
+  assert.equal(whereWords({ run, phase: null, last: null }), "Starting");
+  assert.equal(whereWords({ run, phase: { phase: "loading", done: 0, total: 0 }, last: null }), "Loading the model");
+  const later = { ...run, step: 120, total_steps: 400 };
+  assert.equal(whereWords({ run: later, phase: { phase: "training" }, last: { eta_seconds: 720 } }), "Step 120 of 400 · 30 % · 12 min left");
+  assert.equal(whereWords({ run: { ...later, state: "stopped", seconds: 45 }, phase: null, last: null }), "Step 120 of 400 · 30 % · 45 s");
 });
 
 test("how to go on with a stopped run, in the words of the place", () => {

@@ -77,7 +77,7 @@ class Panel {
     this.picker.update();
     const state = this.client.current;
     this.run.hidden = state === null;
-    this.empty.hidden = state !== null;
+    this.empty.hidden = state !== null || this.client.waiting.length > 0;
     if (state === null) setText(this.empty, this.#emptyWords());
     else this.#drawRun(state, dark);
     this.captions.update(state);

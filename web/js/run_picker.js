@@ -36,7 +36,7 @@ export class RunPicker {
   #drawQueue() {
     const { waiting } = this.client;
     this.queue.hidden = waiting.length === 0;
-    const key = (one) => `${one.prompt_id}/${one.node_id}`;
+    const key = (one) => `${one.prompt_id}/${one.node_id}/${one.position > 0}`; // its turn takes the button away
     keyed(this.queue, waiting, key, (one) => this.#waiting(one));
     for (const one of waiting) setText(this.queue.children[waiting.indexOf(one)].querySelector(".ss-run-facts"), waitingWords(one, this.client));
   }
@@ -49,7 +49,7 @@ export class RunPicker {
       h("span", { class: "ss-run-name", text: one.name || "A run without a name" }),
       h("span", { class: "ss-run-facts" }),
     );
-    if (this.env.removeWaiting === null) return h("li", {}, words);
+    if (this.env.removeWaiting === null || one.position === 0) return h("li", {}, words);
     const remove = h("button", {
       class: "ss-button ss-small", type: "button", text: "Take off",
       "aria-label": `Take ${one.name} off the queue`, on: { click: () => this.#takeOff(one) },
@@ -113,8 +113,9 @@ export class RunPicker {
   }
 }
 
-/** "Waiting for run cat, about 12 min left · 400 steps": what stands before a queued run, as far as it is known. */
+/** What a graph that has its turn is at, or "Waiting for run cat, about 12 min left · 400 steps": what stands before a queued run, as far as it is known. */
 export function waitingWords(one, client) {
+  if (one.position === 0) return "Getting ready: the nodes before it come first";
   const before = client.runs.find((run) => run.run_id === one.waiting_for);
   const state = before && client.states.get(before.run_id);
   const parts = [before ? `Waiting for run ${before.name || before.run_id}` : "Waiting for its turn"];

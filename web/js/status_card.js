@@ -47,13 +47,7 @@ export class StatusCard {
     this.fill.style.width = `${(share * 100).toFixed(2)}%`;
     attribute(this.progress, "aria-valuemax", total || 1);
     attribute(this.progress, "aria-valuenow", run.step);
-    const parts = [];
-    if (total > 0) parts.push(`Step ${run.step} of ${total}`, `${Math.floor(share * 100)} %`);
-    if (run.state === "running") {
-      if (phase && phase.phase !== "training") parts.unshift(phaseWords(phase));
-      if (last?.eta_seconds) parts.push(`${duration(last.eta_seconds)} left`);
-    } else if (run.seconds) parts.push(duration(run.seconds));
-    setText(this.where, loaded ? parts.join(" · ") : "Loading…");
+    setText(this.where, loaded ? whereWords({ run, phase, last }) : "Loading…");
   }
 
   #figures(state) {
@@ -117,6 +111,19 @@ function fillBar(element, gpu) {
   attribute(bar, "aria-valuemax", gpu.total);
   attribute(bar, "aria-valuenow", used);
   setText(words, `${bytes(used, true)} of ${bytes(gpu.total, true)}`);
+}
+
+/** "Making preview pictures 1 of 2 · Step 120 of 400 · 30 % · 12 min left": what a run is at. */
+export function whereWords({ run, phase, last }) {
+  const total = run.total_steps || 0;
+  const parts = [];
+  if (total > 0) parts.push(`Step ${run.step} of ${total}`, `${Math.floor(100 * Math.min(1, run.step / total))} %`);
+  if (run.state === "running") {
+    if (phase && phase.phase !== "training") parts.unshift(phaseWords(phase));
+    if (last?.eta_seconds) parts.push(`${duration(last.eta_seconds)} left`);
+    if (parts.length === 0) parts.push("Starting"); // its process loads libraries and has said nothing yet
+  } else if (run.seconds) parts.push(duration(run.seconds));
+  return parts.join(" · ");
 }
 
 /** What came of a run. `goOn`: how one goes on here with a run that can be. */
