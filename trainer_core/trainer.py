@@ -55,7 +55,7 @@ _AVERAGE_DECAY = 0.98
 
 @dataclass
 class TrainState:
-    """Counters of a run. `loss_avg` is an exponential mean over applied steps (decay 0.98, started at the first).
+    """Counters of a run. `loss_avg` is the mean over applied steps, from the 50th on an exponential one (decay 0.98).
 
     `skipped`: steps' worth of data that rollbacks left out; step s sees the data of position s + skipped.
     """
@@ -363,7 +363,9 @@ class Trainer:
             settle(clip)
         state.applied += 1
         before = reading.loss if state.loss_avg is None else state.loss_avg
-        state.loss_avg = _AVERAGE_DECAY * before + (1.0 - _AVERAGE_DECAY) * reading.loss
+        # The first ones count alike: weighed by the decay alone, the first loss would be a third of the mean after 50.
+        share = max(1.0 - _AVERAGE_DECAY, 1.0 / state.applied)
+        state.loss_avg = (1.0 - share) * before + share * reading.loss
         seconds = time.perf_counter() - started
         state.seconds += seconds
         self.bus.emit(

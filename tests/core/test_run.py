@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ def config_for(micro_model: Path, pictures: Path, tmp_path: Path) -> Callable[..
 def test_a_run_trains_every_part_and_leaves_a_proven_file(config_for: Callable[..., TrainConfig]) -> None:
     result, recorder = train(config_for())
     assert (result.status, result.step, result.applied, result.rejected) == ("finished", 4, 4, 0), result.message
+    means = [fmean(recorder.losses[: count + 1]) for count in range(4)]
+    assert [data["loss_avg"] for data in recorder.of("StepFinished")] == pytest.approx(means)
     assert result.lora is not None
     assert result.lora.name == "test.safetensors"
     state = load_file(result.lora)
