@@ -92,7 +92,7 @@ def _from_checkpoint(
         return ChosenRun(_create(config, [*notes, note], extra), note)
     bound, free = core.resume_differences(source, resume.checkpoint, config)
     if bound:
-        raise core.refusal(resume.checkpoint, bound)
+        raise core.refusal(f"{resume.checkpoint} of run {source.run_id}", bound)
     changed = "".join(f"\n  changed since: {line}" for line in free if not line.startswith(_NOT_TOLD))
     state = core.describe_run(source).state
     if state == "running":

@@ -32,9 +32,10 @@ def checkpoint_entries(newest: int | None = SHOWN) -> list[Entry]:
 
 def entries_of(run: core.RunInfo) -> list[Entry]:
     found: list[Entry] = []
+    name = _name(run)
     for saved in core.scan_checkpoints(run.folder.checkpoints):
         state = "damaged" if saved.problem else ("verified" if saved.verified else "complete")
-        line = _SEPARATOR.join((run.run_id, saved.name, state, run.state))
+        line = _SEPARATOR.join((run.run_id, saved.name, state, run.state, name))
         found.append(Entry(run, saved.name, saved.step, saved.problem or "", line))
     return found
 
@@ -63,7 +64,16 @@ def latest_good() -> Entry | None:
 def run_lines() -> list[str]:
     """Runs as list entries, newest first."""
     runs = core.list_runs(host.output_folder(), newest=SHOWN)
-    return [_SEPARATOR.join((run.run_id, run.state, f"step {run.step}")) for run in runs]
+    return [_SEPARATOR.join((run.run_id, run.state, f"step {run.step}", _name(run))) for run in runs]
+
+
+def _name(run: core.RunInfo) -> str:
+    """The name its LoRA was to have: what a person knows a run by."""
+    try:
+        config = run.folder.read_config()["config"]
+    except core.ConfigError:
+        return "?"  # the settings cannot be read: choosing it says why
+    return str(config.get("run", {}).get("output_name") or "?")
 
 
 def find_run(line: str) -> core.RunInfo:

@@ -152,10 +152,10 @@ def _start(
     """Load SDXL, Training Dataset, Configure LoRA Targets at the left; returns Train's three links."""
     model = graph.add("SafeScalerLoadSDXL", (20, 60), (330, 130), checkpoint=TOY)
     dataset = graph.add(
-        "SafeScalerDataset", (20, 240), (330, 560), folder="toy", model=(model, "model"), **(data or {})
+        "SafeScalerDataset", (20, 240), (330, 780), folder="toy", model=(model, "model"), **(data or {})
     )
     settings = {"rank": 16, "conv_rank": 16, "model": (model, "model"), **(targets or {})}
-    layers = graph.add("SafeScalerTargets", (20, 850), (330, 420), **settings)
+    layers = graph.add("SafeScalerTargets", (20, 1070), (330, 420), **settings)
     return {"model": (model, "model"), "dataset": (dataset, "dataset"), "targets": (layers, "targets")}
 
 

@@ -151,7 +151,7 @@ class _Assembler:
         watch_device(trainer, recovery)
         if trainer.health is not None:
             trainer.health.audit()
-        self._announce(session, trainer, report)
+        self._announce(session, trainer, len(holdout.training))
         return Assembly(session, trainer)
 
     def _scan(self) -> ScanReport:
@@ -356,7 +356,7 @@ class _Assembler:
             )
         )
 
-    def _announce(self, session: Session, trainer: Trainer, report: ScanReport) -> None:
+    def _announce(self, session: Session, trainer: Trainer, pictures: int) -> None:
         self.bus.emit(
             RunStarted(
                 step=trainer.state.step,
@@ -364,7 +364,7 @@ class _Assembler:
                 parts=self.parts,
                 device=str(self.device),
                 precision=trainer.parts.precision.compute,
-                pictures=len(report.items),
+                pictures=pictures,
                 resumed_from=session.resumed_from,
                 config_hash=str(self.stored.get("config_hash", "")),
             )

@@ -90,11 +90,11 @@ def _rates_of(stored: dict[str, Any]) -> TrainConfig:
 
 
 def refusal(name: str, bound: list[str]) -> CheckpointError:
-    """The error of a run that cannot go on exactly from checkpoint `name`."""
+    """The error of a run that cannot go on exactly from the checkpoint that `name` says."""
     return CheckpointError(
         f"The run cannot go on exactly from {name}, because this has changed:\n"
         + "\n".join(f"  - {line}" for line in bound)
-        + "\nPut it back, or start a new run from the LoRA (lora.weights = ...), which is a warm start.",
+        + "\nPut it back, or begin a new run with that LoRA: a warm start (lora.weights; in ComfyUI the node's mode).",
         differences=bound,
     )
 

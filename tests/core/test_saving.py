@@ -235,6 +235,10 @@ def test_the_best_checkpoint_is_kept_by_a_run(config_for: Callable[..., TrainCon
     )
     recorder = Recorder()
     result = start_run(config, sink=recorder)
+    images = (".png", ".jpg", ".webp")
+    held_out = recorder.of("ValidationFinished")[0]["pictures"]
+    there = sum(file.suffix in images for file in Path(config.dataset.path).rglob("*"))
+    assert recorder.of("RunStarted")[0]["pictures"] == there - held_out
     measured = {data["step"]: data["validation_loss"] for data in recorder.of("ValidationFinished") if data["step"]}
     best = min(measured, key=lambda step: measured[step])
     saved = CheckpointStore(result.run_dir / "checkpoints").list()

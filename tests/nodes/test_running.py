@@ -195,7 +195,8 @@ def test_a_changed_rank_is_refused_by_name_before_a_worker_starts(
     tensors = {"a": torch.ones(2)}
     CheckpointStore(unfinished.folder.checkpoints).save(RunState(tensors, tensors, scalars), 4)
     handle = part("handles").CheckpointHandle(unfinished.folder.path, "step-00000004", 4, "exact")
-    with pytest.raises(core.CheckpointError, match="lora.rank: 3 in the checkpoint, 16 now"):
+    said = rf"(?s)step-00000004 of run {unfinished.run_id}.*lora.rank: 3 in the checkpoint, 16 now"
+    with pytest.raises(core.CheckpointError, match=said):
         part("choosing").choose_run(config, [], {}, "continue", handle)
     more = core.with_settings(config, {"lora.rank": 3, "run.max_train_steps": 4})
     with pytest.raises(core.CheckpointError, match="Nothing is left to train"):

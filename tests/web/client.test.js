@@ -183,9 +183,9 @@ test("a run that begins is followed, unless the user looks at an older one", asy
   const began = snapshot({ seq: 1 });
   began.run = { ...began.run, run_id: other };
   given[`GET /runs/${other}/snapshot`] = began;
-  emit({ ...message({ ...runStarted(1), run_id: other }), run_id: other });
+  emit({ ...message({ ...event("PhaseChanged", 1, 0, { phase: "caching" }), run_id: other }), run_id: other });
   await settle();
-  assert.equal(client.selected, other);
+  assert.equal(client.selected, other); // already while it prepares its pictures
   client.runs = [began.run, LISTED];
   await client.select(RUN);
   emit({ ...message({ ...runStarted(2), run_id: other }), run_id: other });

@@ -11,6 +11,7 @@ from ..events import NOTE_TOPICS
 from .report_data import ReportData, Row
 from .report_html import duration, listing, number, plural, size
 
+_FEWEST_IN_A_TENTH = 4
 _FLAT = 0.03  # a change of the mean loss below this share is called no change
 _RISE = 0.02  # a validation loss this share above its best is called risen
 _MOST_LINES = 12
@@ -76,10 +77,13 @@ def _percent(share: Any) -> str:
 
 
 def loss_ends(data: ReportData) -> tuple[float, float, int] | None:
-    """Mean training loss of the first and the last tenth of the applied steps, and how many steps a tenth is."""
+    """Mean training loss of the first and the last tenth of the applied steps, and how many steps a tenth is.
+
+    None where a tenth is so few steps that their noise levels alone decide which of the two means is lower.
+    """
     losses = [loss for _, loss in data.applied_losses]
-    count = max(1, len(losses) // 10)
-    if len(losses) < 4:
+    count = len(losses) // 10
+    if count < _FEWEST_IN_A_TENTH:
         return None
     return math.fsum(losses[:count]) / count, math.fsum(losses[-count:]) / count, count
 

@@ -146,6 +146,8 @@ export class CaptionTable {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !save.hidden) this.#save(entry);
     });
     const picture = h("img", { loading: "lazy", alt: "", src: this.env.captionPictureUrl(this.chosen, row.key) });
+    // A file that the scan refused (or that is gone) has no picture: said in its place, not with the browser's sign.
+    picture.addEventListener("error", () => picture.replaceWith(h("span", { class: "ss-no-picture", text: "Cannot be read" })));
     const below = h("div", { class: "ss-share-row" }, save, told);
     const side = h("div", {}, h("span", { class: "ss-caption-file", text: row.file, title: row.file }), text, below);
     return h("li", { class: "ss-caption-row" }, picture, side);

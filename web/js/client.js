@@ -110,9 +110,11 @@ export class PanelClient {
     for (const node of [message.node_id, message.monitor_node_id]) {
       if (node) this._place(message.graph_id, node, runId, true);
     }
+    const first = !this._lastEvent.has(runId); // long before RunStarted: model, pictures and captions come first
     this._lastEvent.set(runId, this.now());
     if (!this.runs.some((run) => run.run_id === runId)) this._nextList = 0;
-    if (this.following && message.event.type === "RunStarted" && this.selected !== runId) this.select(runId, true);
+    const begins = first || message.event.type === "RunStarted";
+    if (this.following && begins && this.selected !== runId) this.select(runId, true);
     const events = [...(message.earlier ?? []), message.event];
     const waiting = this._waiting.get(runId);
     if (waiting) {

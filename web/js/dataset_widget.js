@@ -18,7 +18,7 @@ export function addDatasetWidget(node, client, remember = () => {}) {
   const widget = node.addDOMWidget("scan", "safe_scaler_scan", root, {
     serialize: false,
     hideOnZoom: false,
-    getMinHeight: () => 90,
+    getMinHeight: () => 150, // what was left out is in the second half of a usual report
     getMaxHeight: () => 240,
     getValue: () => "",
     setValue() {},

@@ -214,6 +214,18 @@ def test_a_run_before_its_first_step(make_run: MakeRun) -> None:
     assert "Settings" in page.text
 
 
+def test_a_run_of_few_steps_claims_no_trend(make_run: MakeRun) -> None:
+    """One step against another tells their noise levels, nothing of the training."""
+    run = make_run(steps=9)
+    run.start()
+    run.train(rejected=())
+    run.finish()
+    _, page = page_of(run)
+    assert "training loss fell" not in page.text
+    assert "training loss rose" not in page.text
+    assert "same: " not in page.text
+
+
 def test_losses_that_do_not_fall(make_run: MakeRun) -> None:
     run = make_run(steps=400)
     run.start()
