@@ -193,6 +193,21 @@ test("a run that begins is followed, unless the user looks at an older one", asy
   assert.equal(client.selected, RUN);
 });
 
+test("a run whose worker has said nothing yet is followed too, and the one that is looked at stays", async () => {
+  const live = { ...LISTED, run_id: "20261128T000000Z-0000", live: true }; // an older one that goes on
+  const { client, given } = setUp({ "GET /runs": { runs: [{ ...LISTED, state: "finished", live: false }] } });
+  client.start();
+  await settle();
+  assert.equal(client.selected, RUN);
+  given["GET /runs"] = { runs: [{ ...LISTED, state: "finished", live: false }, live] };
+  given[`GET /runs/${live.run_id}/snapshot`] = snapshot();
+  await client.refreshRuns();
+  assert.equal(client.selected, live.run_id);
+  await client.select(RUN);
+  await client.refreshRuns();
+  assert.equal(client.selected, RUN);
+});
+
 test("a run without socket messages is polled, one with them hardly", async () => {
   const { client, given, asked, pass, emit } = setUp();
   client.start();

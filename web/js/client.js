@@ -132,7 +132,7 @@ export class PanelClient {
   /** Show a run. `automatic`: chosen by the panel itself, which goes on following new runs. */
   select(runId, automatic = false) {
     this.selected = runId;
-    this.following = automatic || runId === this.runs[0]?.run_id;
+    this.following = automatic || runId === (this.runs.find((run) => run.live) ?? this.runs[0])?.run_id;
     this.version += 1;
     if (runId !== null && !this._waiting.has(runId)) {
       if (!this.states.has(runId)) this.states.set(runId, newRun(runId));
@@ -189,6 +189,9 @@ export class PanelClient {
       if (this.selected !== null && !runs.some((run) => run.run_id === this.selected) && !this._waiting.has(this.selected)) {
         this.selected = null;
       }
+      // A worker says its first word half a minute after its run is there, on a slow machine.
+      const begun = runs.find((run) => run.live);
+      if (this.following && begun && begun.run_id !== this.selected) await this.select(begun.run_id, true);
       if (this.selected === null && runs.length > 0) await this.select(runs[0].run_id, true);
       this.version += 1;
     } catch (error) {
