@@ -73,7 +73,7 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:
         say("interrupted; the next start goes on with the set-up")
         return 130
-    environment = {**os.environ, "PYTHONUTF8": "1"}
+    environment = {**os.environ, "PYTHONUTF8": "1", "SAFE_SCALER_PROGRAM": f"python {sys.argv[0]}"}
     if words[0] == "test":
         environment["OMP_NUM_THREADS"] = "1"
         return hand_over([str(python), "-m", "pytest", *PARALLEL, *words[1:]], environment, cwd=ROOT)

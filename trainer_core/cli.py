@@ -31,6 +31,7 @@ from .cli_together import (
     tell_files,
     train_together,
 )
+from .config_fields import did_you_mean
 from .config_io import asked_settings, load_config, with_settings
 from .console import ConsoleProgress, make_safe
 from .errors import ConfigError, Problem, TrainerError
@@ -77,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = _COMMANDS.get(words[0])
     if command is None:
-        return _wrong(f"there is no command {words[0]!r}.\n\n{_USAGE}")
+        return _wrong(
+            f"there is no command {words[0]!r}. {did_you_mean(words[0], _COMMANDS, '')}".rstrip() + f"\n\n{_USAGE}"
+        )
     try:
         return command(words[1:])
     except ConfigError as error:

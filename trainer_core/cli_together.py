@@ -124,4 +124,11 @@ def tell_files(lora: Path | None, report: Path | None, run_dir: Path, *, go_on: 
         if path is not None:
             print(f"{name + ':':8}{path}")
     if go_on:
-        print(f"Go on:  safe-scaler resume {run_dir}")
+        print(f"Go on:  {program()} resume {run_dir}")
+
+
+def program() -> str:
+    """How this program was started, as it is typed: a command that is printed must work where it is read."""
+    if told := os.environ.get("SAFE_SCALER_PROGRAM"):  # set by run.py, whose environment is no part of PATH
+        return told
+    return "python -m trainer_core" if Path(sys.argv[0]).name == "__main__.py" else "safe-scaler"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .cli_together import program
 from .config import (
     CheckpointConfig,
     DatasetConfig,
@@ -171,7 +172,7 @@ def main(args: argparse.Namespace) -> int:
         result = run(folder.path, commands=commands, sink=console)
     console.close()
     if result.status == "stopped":
-        print(f"{result.message} Go on with: safe-scaler resume {folder.path}")
+        print(f"{result.message} Go on with: {program()} resume {folder.path}")
         return 0
     if result.lora is None:
         raise TrainerError(f"The demo's training failed: {result.message}")

@@ -16,7 +16,7 @@ from run_setup import small_config
 from trainer_core import __version__
 from trainer_core.build import TrainResult
 from trainer_core.cli import EXIT_FAILED, EXIT_WRONG, _tell, main
-from trainer_core.cli_together import start_or_go_on, train_together
+from trainer_core.cli_together import program, start_or_go_on, train_together
 from trainer_core.distributed.processes import ToldElsewhereError
 from trainer_core.errors import ResourceError
 
@@ -247,13 +247,28 @@ def test_every_process_tells_what_began_in_it(
     ("status", "step", "told"), [("stopped", 3, True), ("stopped", 0, False), ("finished", 3, False)]
 )
 def test_how_to_go_on_is_said_where_that_can_be(
-    status: str, step: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    status: str,
+    step: int,
+    told: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("sys.argv", ["/home/me/bin/safe-scaler", "train"])
+    monkeypatch.delenv("SAFE_SCALER_PROGRAM", raising=False)
     result = TrainResult(status, "", tmp_path, None, None, step, step, 0, None)
     _tell(result)
     printed = capsys.readouterr()
     assert (f"Go on:  safe-scaler resume {tmp_path}" in printed.out) == told
     assert "the report could not be written" in printed.err
+
+
+def test_a_printed_command_is_one_that_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAFE_SCALER_PROGRAM", raising=False)
+    monkeypatch.setattr("sys.argv", ["/opt/pack/trainer_core/__main__.py"])
+    assert program() == "python -m trainer_core"
+    monkeypatch.setenv("SAFE_SCALER_PROGRAM", "python ../run.py")
+    assert program() == "python ../run.py"
 
 
 def test_processes_that_their_launcher_restarts_go_on_with_their_run(
@@ -273,7 +288,7 @@ def test_processes_that_their_launcher_restarts_go_on_with_their_run(
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
-        (["trian"], EXIT_WRONG, "there is no command 'trian'"),
+        (["trian"], EXIT_WRONG, "there is no command 'trian'. Did you mean train?"),
         ([], EXIT_WRONG, "usage: safe-scaler"),
         (["resume"], EXIT_WRONG, "usage: safe-scaler resume"),
         (["resume", "/no/such"], EXIT_WRONG, "there is no such folder"),

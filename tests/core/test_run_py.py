@@ -190,6 +190,16 @@ def test_usage_and_wrong_words(run: ModuleType, capsys: pytest.CaptureFixture[st
     assert "python run.py" in capsys.readouterr().out
 
 
+def test_commands_that_are_printed_name_run_py(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`safe-scaler` lies in an environment that is on nobody's PATH."""
+    given: dict[str, str] = {}
+    monkeypatch.setattr(run, "prepare", lambda *_, **__: Path("python"))
+    monkeypatch.setattr(run, "hand_over", lambda _, environment, **__: given.update(environment) or 0)
+    monkeypatch.setattr("sys.argv", ["../pack/run.py", "demo"])
+    assert run.main(["demo"]) == 0
+    assert given["SAFE_SCALER_PROGRAM"] == "python ../pack/run.py"
+
+
 def test_a_failed_set_up_is_said_in_words(
     run: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
