@@ -7,7 +7,7 @@ together in one `ConfigError`, before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -124,7 +124,11 @@ def _layers(
         data = read_file(file)
         preset = preset or _file_preset(data, found)
         from_file = _file_settings(data, file, found, notes)
-    return [_preset_settings(preset, found, notes), from_file, _flag_settings(flags, found)]
+    flag_problems: list[Problem] = []
+    from_flags = _flag_settings(flags, flag_problems)
+    layers = [_preset_settings(preset, {**from_file, **from_flags}, found, notes), from_file, from_flags]
+    found += flag_problems
+    return layers
 
 
 def _finish(
@@ -198,14 +202,16 @@ def _file_preset(data: Mapping[str, Any], found: list[Problem]) -> str | None:
     return None
 
 
-def _preset_settings(name: str | None, found: list[Problem], notes: list[str]) -> dict[str, Any]:
+def _preset_settings(
+    name: str | None, chosen: Collection[str], found: list[Problem], notes: list[str]
+) -> dict[str, Any]:
     if name is None:
         return {}
     if name not in PRESETS:
         fix = did_you_mean(name, PRESETS, f"Known: {', '.join(PRESETS)}.")
         found.append(Problem("preset", name, "there is no such preset", fix))
         return {}
-    notes.extend(PRESETS[name].notes)
+    notes.extend(PRESETS[name].notes_beside(chosen))
     return dict(PRESETS[name].settings)
 
 

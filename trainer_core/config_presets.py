@@ -6,17 +6,31 @@ from ours. What it cannot give is said in the notes of the run, not left out in 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings by `section.field`, and what a person should know who chose them."""
+    """Settings by `section.field`, and what a person should know who chose them.
+
+    `about`: the settings that a note is about; it is not said where all of them are set.
+    """
 
     settings: dict[str, Any]
     notes: tuple[str, ...] = field(default=())
+    about: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
+    def notes_beside(self, chosen: Collection[str]) -> list[str]:
+        """The notes for who sets `chosen` (`section.field`) beside the preset."""
+        return [note for note in self.notes if note not in self.about or not set(self.about[note]) <= set(chosen)]
+
+
+_SLOW = (
+    "preset kohya: learning_rate 2e-06 and alpha 1 are sd-scripts' defaults and learn very slowly; "
+    "most recipes set both"
+)
 
 _KOHYA = Preset(
     settings={
@@ -45,9 +59,9 @@ _KOHYA = Preset(
     },
     notes=(
         "preset kohya: transparent pictures are laid over dataset.background; sd-scripts keeps the hidden colour",
-        "preset kohya: learning_rate 2e-06 and alpha 1 are sd-scripts' defaults and learn very slowly; "
-        "most recipes set both",
+        _SLOW,
     ),
+    about={_SLOW: ("optimizer.learning_rate", "lora.alpha")},
 )
 
 PRESETS: dict[str, Preset] = {"kohya": _KOHYA}

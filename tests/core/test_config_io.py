@@ -141,6 +141,13 @@ def test_preset_kohya_is_what_sd_scripts_does(fixtures: Path) -> None:
     assert any("learn very slowly" in note for note in notes)
 
 
+def test_a_note_about_settings_of_a_preset_is_not_said_to_who_sets_them() -> None:
+    flags = {"optimizer.learning_rate": 1e-4}
+    assert any("learn very slowly" in note for note in load_config(None, flags, "kohya", check=False)[1])
+    flags["lora.alpha"] = 8.0
+    assert not any("learn very slowly" in note for note in load_config(None, flags, "kohya", check=False)[1])
+
+
 def test_presets_name_real_fields() -> None:
     for name, preset in PRESETS.items():
         for key, value in preset.settings.items():

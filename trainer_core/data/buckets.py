@@ -52,18 +52,19 @@ def resolve_limits(size: tuple[int, int] | None, bucket: BucketConfig, native_si
                     "Use e.g. 1024.",
                 )
             )
-    low = bucket.min_size or min(base // 4, width, height)
-    high = bucket.max_size or max(base * 2, width, height)
+    # Without buckets every picture gets the training size, and the limits say nothing (as in sd-scripts).
+    low = (bucket.enabled and bucket.min_size) or min(base // 4, width, height)
+    high = (bucket.enabled and bucket.max_size) or max(base * 2, width, height)
     if low > min(width, height):
         problems.append(
             Problem(
-                "bucket.min_size", low, f"is above the training size {width}x{height}", "Lower it or leave it unset."
+                "bucket.min_size", low, f"is above the training size {width}x{height}", "Lower it, or unset it (none)."
             )
         )
     if high < max(width, height):
         problems.append(
             Problem(
-                "bucket.max_size", high, f"is below the training size {width}x{height}", "Raise it or leave it unset."
+                "bucket.max_size", high, f"is below the training size {width}x{height}", "Raise it, or unset it (none)."
             )
         )
     if problems:

@@ -371,6 +371,13 @@ def test_kind_bucket_contradictory_limits_are_all_named(tmp_path: Path, scan: Sc
     assert {problem.field for problem in caught.value.problems} == {"bucket.min_size", "bucket.max_size", "bucket.step"}
 
 
+def test_limits_of_buckets_say_nothing_without_buckets(tmp_path: Path, scan: Scan) -> None:
+    """The kohya preset on a model of 64 pixels: its bucket.min_size of 256 refused a run without buckets."""
+    write(tmp_path, "a.png", png())
+    report = scan(tmp_path, bucket=BucketConfig(enabled=False, min_size=256, max_size=32), resolution=(64, 64))
+    assert [item.bucket for item in report.items] == [(64, 64)]
+
+
 def test_kind_bucket_one_size_when_switched_off(tmp_path: Path, scan: Scan) -> None:
     write(tmp_path, "wide.png", png(200, 50))
     report = scan(tmp_path, bucket=BucketConfig(enabled=False))
