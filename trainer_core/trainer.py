@@ -362,10 +362,8 @@ class Trainer:
             clip = update()
             settle(clip)
         state.applied += 1
-        before = reading.loss if state.loss_avg is None else state.loss_avg
-        # The first ones count alike: weighed by the decay alone, the first loss would be a third of the mean after 50.
-        share = max(1.0 - _AVERAGE_DECAY, 1.0 / state.applied)
-        state.loss_avg = (1.0 - share) * before + share * reading.loss
+        share = max(1.0 - _AVERAGE_DECAY, 1.0 / state.applied)  # else the first loss is a third of the mean after 50
+        state.loss_avg = (1.0 - share) * (state.loss_avg or 0.0) + share * reading.loss
         seconds = time.perf_counter() - started
         state.seconds += seconds
         self.bus.emit(
