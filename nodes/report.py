@@ -11,7 +11,7 @@ from .boundary import contained
 from .graph_pictures import Shown, pixels_batch
 from .handles import RUN, RunHandle
 from .results import report_text
-from .run_lists import find_run, run_lines
+from .run_lists import find_run, run_lines, run_stamp
 from .widgets import Declaration, choice, socket
 
 LINKED = "the linked run"
@@ -43,6 +43,10 @@ class SafeScalerReport:
     @classmethod
     def VALIDATE_INPUTS(cls, choose: str | None = None) -> bool | str:
         return True
+
+    @classmethod
+    def IS_CHANGED(cls, choose: str = LINKED, **_: Any) -> str:
+        return choose if choose == LINKED else run_stamp(choose)
 
     @contained
     def execute(self, choose: str = LINKED, run: RunHandle | None = None) -> dict[str, Any]:

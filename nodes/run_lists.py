@@ -83,3 +83,13 @@ def find_run(line: str) -> core.RunInfo:
         if run.run_id == run_id:
             return run
     raise core.CheckpointError(f"The run {run_id!r} is gone. Press R to read the list again.")
+
+
+def run_stamp(line: str) -> str:
+    """Something that changes when the run of a list entry has gone on, or is gone."""
+    try:
+        run = find_run(line)
+        with core.open_readonly(run.folder.database_path) as record:
+            return f"{run.run_id} {run.state} {record.last_seq()}"
+    except core.TrainerError as error:  # executing says it
+        return str(error)

@@ -145,6 +145,28 @@ def test_latest_is_looked_at_again_when_the_run_has_a_newer_checkpoint(
     assert told[0] != told[1]
 
 
+def test_the_report_of_a_chosen_run_is_made_again_when_the_run_has_gone_on(
+    pack: Any, part: Any, core: Any, unfinished: Any
+) -> None:
+    """ComfyUI shows the report of step 4 again as long as this does not change."""
+    from trainer_core.events import RunFinished, to_wire
+    from trainer_core.runs.database import RunDatabase
+
+    node = pack.NODE_CLASS_MAPPINGS["SafeScalerReport"]
+    line = f"{unfinished.run_id} · stopped · step 4"
+    told = []
+    for step in (4, 6):
+        with RunDatabase(unfinished.folder.database_path) as record:
+            event = RunFinished(step=step, status="stopped", message="", applied=step, rejected=0)
+            record(to_wire(event, seq=record.last_seq() + 1, run_id=unfinished.run_id))
+        told.append(node.IS_CHANGED(choose=line))
+    assert told[0] != told[1]
+    assert node.IS_CHANGED(choose=line) == told[1], "nothing has happened since"
+    unfinished.folder.config_path.unlink()
+    assert "is gone" in node.IS_CHANGED(choose=line)
+    assert node.IS_CHANGED(choose=part("report").LINKED, run=None) == part("report").LINKED
+
+
 def test_it_does_not_go_on_when_that_is_not_wanted_or_the_pictures_changed(
     part: Any, unfinished: Any, config: Any
 ) -> None:
