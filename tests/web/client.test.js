@@ -166,6 +166,44 @@ test("lost messages bring a new snapshot", async () => {
   assert.equal(client.current.seq, 40);
 });
 
+test("of two snapshots under way the one asked for later counts, whichever comes first", async () => {
+  for (const order of [[0, 1], [1, 0]]) {
+    const { client, given, emit } = setUp();
+    client.start();
+    await settle();
+    const answers = [];
+    given[`GET /runs/${RUN}/snapshot`] = () => new Promise((resolve) => answers.push(resolve));
+    const loads = [client.load(RUN), client.load(RUN)];
+    emit(message(stepFinished(41, 10)));
+    const [older, newer] = [snapshot(), snapshot({ seq: 40 })];
+    newer.run.step = 9;
+    for (const index of order) {
+      answers[index](index === 0 ? older : newer);
+      await settle();
+    }
+    await Promise.all(loads);
+    assert.equal(client.current.run.step, 10, `answers in the order ${order}`);
+    assert.equal(client.current.seq, 41);
+    emit(message(stepFinished(42, 11)));
+    assert.equal(client.current.run.step, 11);
+  }
+});
+
+test("a snapshot that fails late does not take away a newer one", async () => {
+  const { client, given } = setUp();
+  client.start();
+  await settle();
+  const answers = [];
+  given[`GET /runs/${RUN}/snapshot`] = () => new Promise((resolve, reject) => answers.push({ resolve, reject }));
+  const loads = [client.load(RUN), client.load(RUN)];
+  answers[1].resolve(snapshot());
+  await settle();
+  answers[0].reject(Object.assign(new Error("not there"), { status: 404 }));
+  await Promise.all(loads);
+  assert.equal(client.current?.run.step, 3);
+  assert.equal(client.problem, "");
+});
+
 test("after a reconnect everything is read again", async () => {
   const { client, asked, listen } = setUp();
   client.start();

@@ -50,7 +50,7 @@ for (const name of ["ResizeObserver", "IntersectionObserver"]) {
   };
 }
 
-const { Controls } = await import("../../web/js/controls.js");
+const { Controls, commandShownRun } = await import("../../web/js/controls.js");
 const { addMonitorWidget } = await import("../../web/js/monitor_widget.js");
 const { fromSnapshot, newRun } = await import("../../web/js/store.js");
 const { snapshot } = await import("./events.mjs");
@@ -70,6 +70,28 @@ test("a stop is for the run that was shown when it was asked for", async () => {
   await asked;
   assert.deepEqual(sent, [["first", "stop"]]);
   assert.equal(controls.answer.textContent, "");
+});
+
+test("a stop by the palette or the menu asks first, as the settings want it", async () => {
+  const sent = [];
+  const told = [];
+  const questions = [];
+  const client = { current: shown("first"), command: async (...asked) => (sent.push(asked), { ok: true }) };
+  const env = (confirmStop, agree) => ({
+    settings: { confirmStop: () => confirmStop },
+    confirm: async (title) => (questions.push(title), (client.current = shown("second")), agree),
+    notify: (...words) => told.push(words),
+  });
+  await commandShownRun(client, env(true, false), "stop");
+  assert.deepEqual([questions, sent, told], [["Stop training"], [], []]);
+  client.current = shown("first");
+  await commandShownRun(client, env(true, true), "stop");
+  assert.deepEqual(sent, [["first", "stop"]]);
+  await commandShownRun(client, env(false, false), "stop");
+  await commandShownRun(client, env(true, false), "save");
+  assert.deepEqual(sent.slice(1), [["second", "stop"], ["second", "save"]]);
+  assert.equal(questions.length, 2);
+  assert.deepEqual(told.at(-1), ["success", "Safe-Scaler", "save: sent"]);
 });
 
 test("the monitor shows nothing of the run before", async (context) => {

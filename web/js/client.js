@@ -38,6 +38,7 @@ export class PanelClient {
     this.following = true;
     this.watchers = 0;
     this._waiting = new Map();
+    this._loads = new Map(); // run -> {asked, answered}: numbers of the last snapshot asked for and of the one shown
     this._lastEvent = new Map();
     this._lastUpdate = new Map();
     this._lastSnapshot = new Map();
@@ -141,23 +142,31 @@ export class PanelClient {
     return Promise.resolve();
   }
 
-  /** Fetch a run's snapshot; events that come meanwhile are folded on top. */
+  /** Fetch a run's snapshot; events that come meanwhile are folded on top. Of several the one asked for last counts. */
   async load(runId) {
     if (!this._waiting.has(runId)) this._waiting.set(runId, []);
     this._lastSnapshot.set(runId, this.now());
     this._lastUpdate.set(runId, this.now());
+    const loads = this._loads.get(runId) ?? { asked: 0, answered: 0 };
+    this._loads.set(runId, loads);
+    const number = (loads.asked += 1);
+    const isStale = () => number < loads.answered; // one asked for later was answered first
     try {
       const snapshot = await this.transport.request("GET", `/runs/${encodeURIComponent(runId)}/snapshot`);
+      if (isStale()) return;
       this.states.set(runId, fromSnapshot(snapshot));
       this.problem = "";
       this.down = false;
     } catch (error) {
+      if (isStale()) return;
       this._failed(error, runId);
     }
+    loads.answered = number;
+    this.version += 1;
+    if (number < loads.asked) return; // events wait for the snapshot that is still under way
     const waiting = this._waiting.get(runId) ?? [];
     this._waiting.delete(runId);
     if (this.states.has(runId)) this._fold(runId, waiting);
-    this.version += 1;
   }
 
   /** After a lost connection: everything afresh. */

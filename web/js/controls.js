@@ -46,10 +46,7 @@ export class Controls {
   async send(cmd) {
     const { runId } = this; // while the question stands, another run may begin and be shown
     const asked = cmd === "pause" && this.paused ? "resume" : cmd;
-    if (asked === "stop" && this.env.settings.confirmStop()) {
-      const words = "Stop this run? A checkpoint and a usable LoRA are written first, and it can be resumed.";
-      if (!(await this.env.confirm("Stop training", words))) return;
-    }
+    if (asked === "stop" && !(await mayStop(this.env))) return;
     this.busy.add(cmd);
     const answer = await this.client.command(runId, asked);
     this.busy.delete(cmd);
@@ -69,6 +66,27 @@ export class Controls {
       "data-testid": `safe-scaler-${cmd}`, on: { click: () => this.send(cmd) },
     }); // prettier-ignore
   }
+}
+
+/** Ask before a stop where the settings want that; whether it may be sent. */
+async function mayStop(env) {
+  if (!env.settings.confirmStop()) return true;
+  const words = "Stop this run? A checkpoint and a usable LoRA are written first, and it can be resumed.";
+  return Boolean(await env.confirm("Stop training", words));
+}
+
+/** A command of the palette or menu acts on the run that the panel shows, when it is running. */
+export async function commandShownRun(client, env, cmd) {
+  const state = client.current;
+  if (state === null || state.run.state !== "running") {
+    env.notify("info", "Safe-Scaler", "No run is going on.");
+    return;
+  }
+  const runId = state.run.run_id; // while the question stands, another run may begin and be shown
+  const asked = cmd === "pause" && state.paused ? "resume" : cmd;
+  if (asked === "stop" && !(await mayStop(env))) return;
+  const answer = await client.command(runId, asked);
+  env.notify(answer.ok ? "success" : "error", "Safe-Scaler", answer.ok ? `${asked}: sent` : answer.message);
 }
 
 const TOLD_MS = 10_000;

@@ -9,6 +9,7 @@ import { app } from "../../../scripts/app.js";
 import { Alerts } from "./alerts.js";
 import { PanelClient } from "./client.js";
 import { comfyEnvironment, comfyTransport } from "./comfy_host.js";
+import { commandShownRun } from "./controls.js";
 import { addDatasetWidget } from "./dataset_widget.js";
 import { addMonitorWidget } from "./monitor_widget.js";
 import { mountPanel } from "./panel.js";
@@ -70,7 +71,7 @@ app.registerExtension({
       id: `SafeScaler.${name}`,
       label: `Safe-Scaler: ${label}`,
       icon,
-      function: () => command(cmd),
+      function: () => commandShownRun(client, environment, cmd),
     })),
   ],
   keybindings: [{ combo: { key: "g", ctrl: true, alt: true }, commandId: "SafeScaler.TogglePanel" }],
@@ -126,16 +127,4 @@ async function setInterval_(value) {
   } catch (error) {
     environment?.notify("warn", "Update rate", error.message);
   }
-}
-
-/** A command of the palette acts on the run that the panel shows, when it is running. */
-async function command(cmd) {
-  const state = client.current;
-  if (state === null || state.run.state !== "running") {
-    environment.notify("info", "Safe-Scaler", "No run is going on.");
-    return;
-  }
-  const asked = cmd === "pause" && state.paused ? "resume" : cmd;
-  const answer = await client.command(state.run.run_id, asked);
-  environment.notify(answer.ok ? "success" : "error", "Safe-Scaler", answer.ok ? `${asked}: sent` : answer.message);
 }
