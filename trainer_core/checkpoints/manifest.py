@@ -29,6 +29,8 @@ VERIFIED = "verified"
 
 TEMPORARY, TRASH, BAD = ".tmp-", ".trash-", ".bad-"
 
+_PIECE = 1 << 20
+
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
@@ -161,6 +163,20 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise Damaged(f"{name} has {size} bytes instead of {entry.bytes}")
 
 
+def check_content(folder: Path, manifest: Manifest) -> None:
+    """Damaged when a listed file is not, byte for byte, what was written."""
+    for name, entry in manifest.files.items():
+        digest = hashlib.sha256()
+        try:
+            with (folder / name).open("rb") as stream:
+                while piece := stream.read(_PIECE):
+                    digest.update(piece)
+        except OSError as error:
+            raise Unreadable(f"{name} cannot be read ({error.strerror or error})") from error
+        if digest.hexdigest() != entry.sha256:
+            raise Damaged(f"{name} does not match its SHA-256")
+
+
 def extra_files(folder: Path, manifest: Manifest) -> list[str]:
     """Names in the folder that belong to no checkpoint (they are ignored, and said)."""
     known = {*manifest.files, MANIFEST, VERIFIED}
@@ -188,6 +204,22 @@ def scan(folder: Path) -> list[SavedCheckpoint]:
 def newest_good(folder: Path) -> SavedCheckpoint | None:
     """The newest checkpoint whose manifest and sizes are right, or None."""
     return next((saved for saved in scan(folder) if not saved.problem), None)
+
+
+def newest_whole(folder: Path) -> SavedCheckpoint | None:
+    """The checkpoint that a run would go on from: the newest that is what was written. Its files are read."""
+    return next((saved for saved in scan(folder) if not content_problem(saved)), None)
+
+
+def content_problem(saved: SavedCheckpoint) -> str:
+    """What is wrong with a checkpoint, its files read; empty for one that is what was written."""
+    if saved.problem:
+        return saved.problem
+    try:
+        check_content(saved.path, read_manifest(saved.path))
+    except Damaged as error:
+        return str(error)
+    return ""
 
 
 def newest_scalars(folder: Path) -> tuple[str, dict[str, Any]] | None:

@@ -1,4 +1,5 @@
-"""Starts a run's worker, follows it, and starts it again from the newest checkpoint when it dies without a last word.
+"""Starts a run's worker, follows it, and starts it again from the newest good checkpoint when it dies without a last
+word.
 
 The supervisor never trains and imports no torch. A worker whose supervisor dies sees the end of its standard input,
 stops, and leaves no orphan.
@@ -134,9 +135,9 @@ class Supervisor:
             )
 
     def _newest_step(self) -> int:
-        """Step of the newest good checkpoint, -1 when there is none."""
+        """Step of the checkpoint that a worker goes on from, -1 when there is none."""
         try:
-            newest = manifest.newest_good(self.folder.checkpoints)
+            newest = manifest.newest_whole(self.folder.checkpoints)
         except TrainerError as error:
             log.warning("%s", error)
             return -1
@@ -234,7 +235,6 @@ class Supervisor:
 
     def _warn(self, message: str, step: int, *, record: bool = True) -> None:
         """Say it to the follower, in run.log and, while no worker writes it, in the run's record."""
-        log.warning(message)
         wire = to_wire(
             Warned(step=step, topic="restart", message=message), seq=self._seq + 1, run_id=self.folder.run_id
         )

@@ -6,6 +6,7 @@ is the real `worker_main`.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
@@ -59,6 +60,8 @@ def fail(fake: dict[str, Any], count: int, folder: RunFolder, bus: EventBus) -> 
     if kind == "die" and count <= fake["times"]:
         if fake.get("saves"):
             save(folder, bus, step=count * 10)
+        if count > 1 and fake.get("damages"):
+            (folder.checkpoints / f"step-{count * 10:08d}" / "adapter.safetensors").write_bytes(b"y")
         if fake.get("torn"):
             os.write(bus_fd(bus), b'{"v": 1, "seq": 99, "type": "Step')
         os.kill(os.getpid(), signal.SIGKILL if fake.get("signal", True) else signal.SIGABRT)
@@ -94,15 +97,15 @@ def save(folder: RunFolder, bus: EventBus, step: int) -> None:
 
     path = folder.checkpoints / names.folder_name(step)
     path.mkdir(parents=True)
-    files = {}
+    files, digest = {}, hashlib.sha256(b"x").hexdigest()
     for name in (names.ADAPTER, names.OPTIMIZER, names.STATE):
         (path / name).write_bytes(b"x")
-        files[name] = names.FileEntry(1, "0" * 64)
+        files[name] = names.FileEntry(1, digest)
     manifest = names.Manifest(
         format_version=1, pack_version="0", run_id="", step=step, generation=step, parent=None, created=0.0,
         files=files,
-        adapter_digest=names.bound_digest("adapter", step, step, "0" * 64),
-        optimizer_digest=names.bound_digest("optimizer", step, step, "0" * 64),
+        adapter_digest=names.bound_digest("adapter", step, step, digest),
+        optimizer_digest=names.bound_digest("optimizer", step, step, digest),
     )  # fmt: skip
     (path / names.MANIFEST).write_bytes(manifest.encode())
     bus.emit(CheckpointSaved(step=step, name=path.name, bytes=3, seconds=0.0))

@@ -81,6 +81,20 @@ def test_a_worker_that_dies_once_is_started_again(tmp_path: Path, signalled: boo
         assert [event["data"]["message"] for event in record.events("Warned")] == [message]
 
 
+def test_a_restart_names_the_checkpoint_that_it_goes_on_from_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest one has the right size and a wrong byte: the worker passes it over. Whoever follows shows the event,
+    and the console shows warnings of the log too."""
+    folder, follower = make_run(tmp_path, kind="die", times=2, saves=True, damages=True), Follower("never")
+    assert follow(folder, follower).restarts == 2
+    assert [message.partition(" It is ")[2] for message in follower.warnings()] == [
+        "started again from the checkpoint of step 10 (restart 1).",
+        "started again from the checkpoint of step 10 (restart 2).",
+    ]
+    assert caplog.messages == []
+
+
 def test_it_gives_up_after_three_restarts_without_progress(tmp_path: Path) -> None:
     folder, follower = make_run(tmp_path, kind="die", times=99), Follower("never")
     outcome = follow(folder, follower)
