@@ -59,7 +59,7 @@ def choose_run(
     if found.folder.read_config().get("data_digest") != extra.get("data_digest"):
         note = f"Run {found.run_id} of the same settings is not continued: pictures or captions have changed since."
         return ChosenRun(_create(config, [*notes, note], extra), note)
-    newest = core.newest_good(found.folder.checkpoints)  # a run that died has decided more steps than it saved
+    newest = core.newest_whole(found.folder.checkpoints)  # a run that died has decided more steps than it saved
     step = found.step if newest is None else newest.step
     note = f"Continued run {found.run_id} from step {step}. Set start to 'new run' to train afresh."
     return ChosenRun(found.folder, note)
@@ -105,7 +105,12 @@ def _from_checkpoint(
             f"Nothing is left to train: {resume.checkpoint} of run {source.run_id} is step {resume.step}, and steps is "
             f"{steps}. Set steps higher, or choose an earlier checkpoint."
         )
-    newest = core.newest_good(source.checkpoints)
+    if trouble := core.content_problem(source.checkpoints / resume.checkpoint):
+        raise core.CheckpointError(
+            f"The checkpoint {resume.checkpoint} of run {source.run_id} is damaged: {trouble}. Choose another one; "
+            "'latest good checkpoint' passes damaged ones over."
+        )
+    newest = core.newest_whole(source.checkpoints)
     in_place = newest is not None and newest.name == resume.checkpoint and state != "finished"
     if in_place:
         core.change_run(source.path, lambda _: config, light=True)

@@ -43,10 +43,10 @@ def entries_of(run: core.RunInfo) -> list[Entry]:
 def find_entry(line: str) -> Entry:
     """The checkpoint a list entry names; its state words may have changed since. CheckpointError with what to do."""
     if line == LATEST:
-        good = latest_good()
-        if good is None:
-            raise core.CheckpointError("There is no run with a good checkpoint yet. Train first.")
-        return good
+        for entry in _latest():
+            if not core.content_problem(entry.run.folder.checkpoints / entry.checkpoint):
+                return entry
+        raise core.CheckpointError("There is no run with a good checkpoint yet. Train first.")
     run_id, _, rest = line.partition(_SEPARATOR)
     name = rest.split(_SEPARATOR)[0]
     for entry in checkpoint_entries(None):
@@ -56,9 +56,15 @@ def find_entry(line: str) -> Entry:
 
 
 def latest_good() -> Entry | None:
-    """The newest good checkpoint of the newest run that is not finished; of the newest run when all are."""
+    """The newest checkpoint of the newest run that is not finished; of the newest run when all are. Damage that only
+    reading its files shows is left to `find_entry`."""
+    return next(iter(_latest()), None)
+
+
+def _latest() -> list[Entry]:
+    """Checkpoints that look good; those of runs that are not finished come first."""
     good = [entry for entry in checkpoint_entries() if not entry.problem]
-    return next((entry for entry in good if entry.run.state != "finished"), good[0] if good else None)
+    return sorted(good, key=lambda entry: entry.run.state == "finished")
 
 
 def run_lines() -> list[str]:

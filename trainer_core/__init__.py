@@ -48,6 +48,7 @@ _LATER = {
     "chart_pictures": "diagnostics.chart_pictures",
     "check_vae": "models.inspection",
     "config_hash": "runs.registry",
+    "content_problem": "checkpoints.manifest",
     "create_coverage_job": "coverage_job",
     "create_preview_job": "preview_job",
     "create_run": "prepare",
@@ -65,6 +66,7 @@ _LATER = {
     "memory_sentence": "diagnostics.report_memory",
     "memory_settings": "recipes",
     "newest_good": "checkpoints.manifest",
+    "newest_whole": "checkpoints.manifest",
     "newest_with_hash": "runs.registry",
     "open_readonly": "runs.record",
     "picture_of": "preview_job",
@@ -98,7 +100,9 @@ _OTHER_NAME = {
 }
 
 if TYPE_CHECKING:
+    from .checkpoints.manifest import content_problem as content_problem
     from .checkpoints.manifest import newest_good as newest_good
+    from .checkpoints.manifest import newest_whole as newest_whole
     from .checkpoints.manifest import scan as scan_checkpoints
     from .config import TrainConfig as TrainConfig
     from .config_fields import FIELDS as FIELDS

@@ -127,7 +127,7 @@ def test_the_step_is_that_of_the_checkpoint_and_not_the_last_one_decided(
     part: Any, core: Any, unfinished: Any, config: Any, monkeypatch: Any
 ) -> None:
     """A run that was killed at step 4 with a checkpoint of step 3."""
-    monkeypatch.setattr(core, "newest_good", lambda folder: SimpleNamespace(step=3))
+    monkeypatch.setattr(core, "newest_whole", lambda folder: SimpleNamespace(step=3))
     chosen = part("choosing").choose_run(config, [], {"data_digest": "d"}, "continue", None)
     assert chosen.note.startswith(f"Continued run {unfinished.run_id} from step 3.")
 
@@ -223,6 +223,48 @@ def test_a_changed_rank_is_refused_by_name_before_a_worker_starts(
     more = core.with_settings(config, {"lora.rank": 3, "run.max_train_steps": 4})
     with pytest.raises(core.CheckpointError, match="Nothing is left to train"):
         part("choosing").choose_run(more, [], {}, "continue", handle)
+
+
+@pytest.fixture
+def one_bit_wrong(core: Any, unfinished: Any, config: Any) -> Any:
+    """The stopped run with checkpoints of steps 4 and 6; that of step 6 looks good and is not."""
+    import torch
+
+    from trainer_core.checkpoints.store import CheckpointStore, RunState
+
+    tensors, store = {"a": torch.ones(200)}, CheckpointStore(unfinished.folder.checkpoints)
+    for step in (4, 6):
+        saved = store.save(RunState(tensors, tensors, {"config": core.to_dict(config)}), step)
+    file = saved.path / "adapter.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return unfinished
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_by_name_is_refused(
+    part: Any, core: Any, one_bit_wrong: Any, config: Any
+) -> None:
+    """The worker would go on from the one before, and nobody asked for that."""
+    handle = part("handles").CheckpointHandle(one_bit_wrong.folder.path, "step-00000006", 6, "exact")
+    with pytest.raises(core.CheckpointError, match=r"step-00000006 .* is damaged: adapter\.safetensors does not match"):
+        part("choosing").choose_run(config, [], {}, "continue", handle)
+
+
+def test_the_latest_good_checkpoint_is_one_that_is_good(
+    part: Any, core: Any, one_bit_wrong: Any, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = part("run_lists")
+    monkeypatch.setattr(core, "list_runs", lambda *_, **__: [one_bit_wrong])
+    found = lists.find_entry(lists.LATEST)
+    assert found.checkpoint == "step-00000004"
+    handle = part("handles").CheckpointHandle(one_bit_wrong.folder.path, found.checkpoint, found.step, "exact")
+    monkeypatch.setattr(core, "change_run", lambda *_, **__: None)
+    chosen = part("choosing").choose_run(config, [], {}, "continue", handle)
+    assert chosen.folder.path == one_bit_wrong.folder.path, "in place: the damaged one is passed over"
+    assert chosen.note.startswith(f"Exact resume of run {one_bit_wrong.run_id} from step-00000004")
+    again = part("choosing").choose_run(config, [], {"data_digest": "d"}, "continue", None)
+    assert again.note.startswith(f"Continued run {one_bit_wrong.run_id} from step 4.")
 
 
 def test_the_resume_list_is_empty_but_for_latest_where_nothing_was_trained(

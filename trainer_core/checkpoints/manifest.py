@@ -208,15 +208,15 @@ def newest_good(folder: Path) -> SavedCheckpoint | None:
 
 def newest_whole(folder: Path) -> SavedCheckpoint | None:
     """The checkpoint that a run would go on from: the newest that is what was written. Its files are read."""
-    return next((saved for saved in scan(folder) if not content_problem(saved)), None)
+    return next((saved for saved in scan(folder) if not saved.problem and not content_problem(saved.path)), None)
 
 
-def content_problem(saved: SavedCheckpoint) -> str:
+def content_problem(path: Path) -> str:
     """What is wrong with a checkpoint, its files read; empty for one that is what was written."""
-    if saved.problem:
-        return saved.problem
     try:
-        check_content(saved.path, read_manifest(saved.path))
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        check_content(path, manifest)
     except Damaged as error:
         return str(error)
     return ""
