@@ -276,6 +276,9 @@ class _Runner:
             checkpoint = kept.name
         if status == "finished" or kept is None:
             release_name(Path(self.stored["final_lora"]))  # the file stands, or the run left nothing to go on from
+        self.database.flush()
+        if self.database.lost:
+            message = f"{message} {self.database.lost}"
         step, applied, rejected = self._counters(kept)
         shown = None if lora is None else str(lora)
         self.bus.emit(

@@ -119,11 +119,11 @@ def train_together(prepare: Callable[[], Path], *, limit_s: float, around: Calla
 
 
 def tell_files(lora: Path | None, report: Path | None, run_dir: Path, *, go_on: bool) -> None:
-    """What a run left, and with `go_on` the command that goes on with it."""
+    """What a run left, and with `go_on` the command that goes on with it, unless its folder is gone."""
     for name, path in (("LoRA", lora), ("Report", report), ("Run", run_dir)):
         if path is not None:
             print(f"{name + ':':8}{path}")
-    if go_on:
+    if go_on and (run_dir / "config.json").exists():
         print(f"Go on:  {program()} resume {run_dir}")
 
 

@@ -276,6 +276,41 @@ def test_a_record_that_is_lost_is_told(finished: Path, tmp_path: Path, content: 
     assert not [data for data in again.of("Warned") if data["topic"] == "record"], "told once"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a file that is open is not deleted there")
+@pytest.mark.parametrize(
+    ("take_away", "said"),
+    [
+        (lambda run_dir: (run_dir / "run.db").unlink(), "The run record"),
+        (lambda run_dir: shutil.copy(run_dir / "config.json", run_dir / "x").replace(run_dir / "run.db"), "run record"),
+        (shutil.rmtree, "The run folder"),
+        (lambda run_dir: run_dir.rename(run_dir.parent / "elsewhere"), "The run folder"),
+    ],
+)
+def test_a_record_that_is_taken_away_during_the_run_is_told(
+    finished: Path, tmp_path: Path, take_away: Callable[[Path], Any], said: str
+) -> None:
+    """The operating system lets a deleted file be written on; the run would end as if all were well."""
+    run_dir = moved(finished, tmp_path / "out")
+    recorder = Recorder()
+
+    def both(wire: dict[str, Any]) -> None:
+        recorder(wire)
+        if wire["type"] == "RunStarted":
+            take_away(run_dir)
+
+    result = resume_run(run_dir, longer, sink=both)
+    assert (result.status, result.report) == ("finished", None)
+    assert result.lora is not None
+    assert result.lora.exists()
+    (warned,) = [data["message"] for data in recorder.of("Warned") if data["topic"] == "record"]
+    assert said in warned
+    assert "deleted, moved or replaced while the run was going on" in warned
+    (ended,) = recorder.of("RunFinished")
+    assert ended["message"] == result.message
+    assert result.message.startswith("Trained unet for 3 steps (3 applied). ")
+    assert warned.removesuffix(" Training goes on.") in result.message
+
+
 def test_no_room_for_the_flight_recorder(
     config_of: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

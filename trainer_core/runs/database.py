@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ResourceError
 from .platform import is_network_path
-from .record_check import SCHEMA_VERSION, STEP_TABLES, lacks_tables
+from .record_check import SCHEMA_VERSION, STEP_TABLES, OpenedRecord, lacks_tables
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -95,7 +95,8 @@ class RunDatabase:
         if set_aside:
             self._put_meta("damaged_record", set_aside.name)
             log.warning("the run record was damaged and is set aside as %s; a new one is started", set_aside.name)
-        self.damaged_record = set_aside
+        self.damaged_record, self._file = set_aside, OpenedRecord(self.path)
+        self.lost = ""  # says so when the file was taken away while it is written
         self._thread: threading.Thread | None = None
         if self.journal != "wal":
             self._thread = threading.Thread(target=self._gather, name="run.db commits", daemon=True)
@@ -121,6 +122,7 @@ class RunDatabase:
                 raise
             except sqlite3.Error as error:
                 self._fail(wire, error)
+            self._look()
 
     def resume_at(self, step: int, attempt: int | None = None, seq: int = 0) -> int:
         """Delete all rows after `step` in one transaction; returns how many. Event numbers go on rising.
@@ -171,6 +173,7 @@ class RunDatabase:
     def flush(self) -> None:
         """Commit what is gathered, and try to write what waits in memory."""
         with self._lock:
+            self._look(at_once=True)
             if self._failing_since is not None:
                 self._drain()
                 return
@@ -286,6 +289,11 @@ class RunDatabase:
             self._tell(
                 f"The run record {self.path} cannot be written ({error}). Training goes on; the record waits in memory."
             )
+
+    def _look(self, *, at_once: bool = False) -> None:
+        if not self.lost and (problem := self._file.problem(at_once=at_once)):
+            self.lost = problem
+            self._tell(f"{problem} Training goes on.")
 
     def _keep(self, wire: Wire) -> None:
         self._lost += len(self._backlog) == _BACKLOG

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+import time
+from pathlib import Path
+
+from .platform import is_network_path
 
 SCHEMA_VERSION = 1
 
@@ -16,3 +20,40 @@ def lacks_tables(connection: sqlite3.Connection) -> bool:
         return False  # empty, or of another format, which is told by others
     found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     return not {"meta", "events", *STEP_TABLES} <= found
+
+
+_LOOK_EVERY_S = 2.0
+
+
+class OpenedRecord:
+    """Whether the record that was opened still lies under its name. SQLite does not notice that it was deleted: what is
+    written then goes into a file without a name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity = None if is_network_path(path) else _identity(path)  # not every network drive keeps it
+        self._looked = time.monotonic()
+
+    def problem(self, *, at_once: bool) -> str:
+        """What has become of it, in words; empty while it is there. Looks now and then, or `at_once`."""
+        now = time.monotonic()
+        if not at_once and now - self._looked < _LOOK_EVERY_S:
+            return ""
+        self._looked = now
+        found = _identity(self._path)
+        if found is not None and self._identity in (None, found):
+            return ""
+        folder = self._path.parent
+        what = f"run record {self._path}" if (folder / "config.json").exists() else f"run folder {folder}"
+        return (
+            f"The {what} was deleted, moved or replaced while the run was going on: the record is not there any more, "
+            "so this run cannot be shown, and there is no report."
+        )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
