@@ -35,7 +35,7 @@ class SafeScalerResume:
             "required": {
                 "checkpoint": choice(
                     [LATEST, *lines],
-                    "Run, step, state of checkpoint and run, name. 'latest' takes the newest run that is not finished.",
+                    "Run, step, state of checkpoint and run, name. 'latest' takes the one that was written last.",
                 ),
                 "mode": choice(
                     [EXACT, WARM],

@@ -23,6 +23,8 @@ class Entry:
     step: int
     problem: str
     line: str
+    created: float = 0.0
+    """Unix time"""
 
 
 def checkpoint_entries(newest: int | None = SHOWN) -> list[Entry]:
@@ -36,7 +38,7 @@ def entries_of(run: core.RunInfo) -> list[Entry]:
     for saved in core.scan_checkpoints(run.folder.checkpoints):
         state = "damaged" if saved.problem else ("verified" if saved.verified else "complete")
         line = _SEPARATOR.join((run.run_id, saved.name, state, run.state, name))
-        found.append(Entry(run, saved.name, saved.step, saved.problem or "", line))
+        found.append(Entry(run, saved.name, saved.step, saved.problem or "", line, saved.created))
     return found
 
 
@@ -56,15 +58,15 @@ def find_entry(line: str) -> Entry:
 
 
 def latest_good() -> Entry | None:
-    """The newest checkpoint of the newest run that is not finished; of the newest run when all are. Damage that only
-    reading its files shows is left to `find_entry`."""
+    """The checkpoint that was written last, of whatever run. Damage that only reading its files shows is left to
+    `find_entry`."""
     return next(iter(_latest()), None)
 
 
 def _latest() -> list[Entry]:
-    """Checkpoints that look good; those of runs that are not finished come first."""
+    """Checkpoints that look good, the one written last first."""
     good = [entry for entry in checkpoint_entries() if not entry.problem]
-    return sorted(good, key=lambda entry: entry.run.state == "finished")
+    return sorted(good, key=lambda entry: entry.created, reverse=True)
 
 
 def run_lines() -> list[str]:

@@ -211,11 +211,12 @@ class _Runner:
             from .planted_fault import plant
 
             plant(trainer)
-        session.before_training(trainer.state.step)
+        began = trainer.state.step
+        session.before_training(began)
         status = trainer.run()
         self.bus.emit(PhaseChanged(step=trainer.state.step, phase="finishing"))
         checkpoint, lora = session.finish(trainer.state.step, status)
-        return status, self._sentence(status), checkpoint, lora
+        return status, self._sentence(status, began), checkpoint, lora
 
     def _rescue(self, error: TrainerError) -> str | None:
         """A checkpoint of a failed run, so that nothing is lost; the store refuses a damaged state. What a failing
@@ -233,11 +234,13 @@ class _Runner:
             log.warning("no checkpoint of the failed state: %s", error)
             return None
 
-    def _sentence(self, status: str) -> str:
+    def _sentence(self, status: str, began: int) -> str:
         assert self.assembly is not None
         state, total = self.assembly.trainer.state, self.assembly.trainer.total_steps
         rejected = f", {state.rejected} rejected" if state.rejected else ""
         parts = ", ".join(trained_parts(self.config))
+        if status == "finished" and began >= total:
+            return f"Nothing was left to train: all {total} steps were done. Set more steps to train longer."
         if status == "finished":
             return f"Trained {parts} for {state.step} steps ({state.applied} applied{rejected})."
         return f"Stopped after step {state.step} of {total} ({state.applied} applied{rejected})."

@@ -256,6 +256,7 @@ def test_how_to_go_on_is_said_where_that_can_be(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["/home/me/bin/safe-scaler", "train"])
     monkeypatch.delenv("SAFE_SCALER_PROGRAM", raising=False)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     result = TrainResult(status, "", tmp_path, None, None, step, step, 0, None)
     _tell(result)
     printed = capsys.readouterr()

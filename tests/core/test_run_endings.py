@@ -51,6 +51,7 @@ def test_a_run_whose_lora_cannot_be_written_has_not_finished(
     recorder = Recorder()
     done = resume_run(result.run_dir, sink=recorder)
     assert (done.status, recorder.losses) == ("finished", [])
+    assert done.message.startswith("Nothing was left to train: all 4 steps were done.")
     assert done.lora is not None
     assert done.lora.is_file()
 

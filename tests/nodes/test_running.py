@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,19 @@ def test_latest_is_looked_at_again_when_the_run_has_a_newer_checkpoint(
         monkeypatch.setattr(part("resume"), "latest_good", lambda found=found: found)
         told.append(pack.NODE_CLASS_MAPPINGS["SafeScalerResume"].IS_CHANGED())
     assert told[0] != told[1]
+
+
+def test_latest_is_what_was_written_last(part: Any, unfinished: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run stopped long ago came before one that has just finished."""
+    lists = part("run_lists")
+    stopped, finished = replace(unfinished, state="stopped"), replace(unfinished, state="finished")
+    entries = [
+        lists.Entry(stopped, "step-00000087", 87, "", "", 1000.0),
+        lists.Entry(finished, "step-00000300", 300, "", "", 2000.0),
+        lists.Entry(finished, "step-00000350", 350, "torn", "", 3000.0),
+    ]
+    monkeypatch.setattr(lists, "checkpoint_entries", lambda: entries)
+    assert lists.latest_good().checkpoint == "step-00000300"
 
 
 def test_the_report_of_a_chosen_run_is_made_again_when_the_run_has_gone_on(
