@@ -210,7 +210,7 @@ def style_with_validation(graph: Graph) -> None:
 
 def resume(graph: Graph) -> None:
     links = _start(graph)
-    checkpoint = graph.add("SafeScalerResume", (20, 1310), (330, 130))
+    checkpoint = graph.add("SafeScalerResume", (400, 1070), (420, 130))
     graph.add(
         "SafeScalerTrain", (400, 60), (420, 960), output_name="first_lora", resume=(checkpoint, "checkpoint"),
         **links, **{**_TOY_TRAIN, "steps": 400},
