@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { charts, merged } from "../../web/js/chart_data.js";
+import { charts, legendWords, merged } from "../../web/js/chart_data.js";
 import { CURVE_NAMES, Curves } from "../../web/js/curves.js";
 import { apply, foldHealth, newRun } from "../../web/js/store.js";
 import { stepFinished } from "./events.mjs";
@@ -111,4 +111,11 @@ test("a frame of a 100,000-step run takes less than 5 ms", () => {
   const median = times[30];
   console.log(`frame logic at 100,000 steps: median ${median.toFixed(2)} ms, worst ${times[59].toFixed(2)} ms`);
   assert.ok(median < 5, `median ${median} ms`);
+});
+
+test("a legend says of which step a number is that is older than the others", () => {
+  const lines = [{ y: [0.5, 0.01, 0.02] }, { y: [0.07, null, null] }, { y: [null, null, null] }];
+  assert.deepEqual(legendWords([1, 2, 3], lines, null), ["0.02", "0.07 (step 1)", "–"]);
+  assert.deepEqual(legendWords([1, 2, 3], lines, 1), ["0.01", "–", "–"]);
+  assert.deepEqual(legendWords([1], [{ y: [0.5] }, { y: [0.7] }], null), ["0.5", "0.7"]);
 });

@@ -1,6 +1,7 @@
 /** Which charts there are, and the numbers each one draws. No DOM. */
 
 import { rateName } from "./curves.js";
+import { number } from "./format.js";
 import { partName } from "./sentences.js";
 
 const GB = 1024 ** 3;
@@ -117,4 +118,16 @@ function limits(memory) {
     ...(peak > 0 ? [{ label: "peak", value: peak }] : []),
     ...(capacity > 0 ? [{ label: "total", value: capacity }] : []),
   ];
+}
+
+/** What a legend says of each line: its value at place `index` of `x`, or with null its newest one. A newest value that is
+ * older than another line's says of which step it is: parts are measured now and then, the whole at every step. */
+export function legendWords(x, lines, index) {
+  if (index !== null) return lines.map((line) => number(line.y[index]));
+  const places = lines.map((line) => line.y.findLastIndex((value) => value !== null));
+  const last = Math.max(...places);
+  return lines.map((line, at) => {
+    const place = places[at];
+    return place >= 0 && place < last ? `${number(line.y[place])} (step ${x[place]})` : number(line.y[place]);
+  });
 }

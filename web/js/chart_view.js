@@ -1,9 +1,9 @@
 /** Draws the charts of `chart_data.js` with uPlot. One instance a chart; new numbers are set, nothing is built anew. */
 
 import uPlot from "./vendor/uPlot-1.6.32.mjs";
-import { merged } from "./chart_data.js";
+import { legendWords, merged } from "./chart_data.js";
 import { h, setText } from "./dom.js";
-import { number, tick } from "./format.js";
+import { tick } from "./format.js";
 
 const COLORS = {
   dark: {
@@ -110,10 +110,10 @@ export class ChartView {
 
   /** Values under the cursor, else the newest, in the heading; the same words are the chart's label. */
   #describe(index) {
-    const shown = this.lines.map((line) => (index === null || index === undefined ? newest(line.y) : line.y[index]));
-    shown.forEach((value, place) => setText(this.values[place], number(value)));
+    const shown = legendWords(this.data[0], this.lines, index ?? null);
+    shown.forEach((words, place) => setText(this.values[place], words));
     if (index === null || index === undefined) {
-      const words = this.lines.map((line, place) => `${line.label} ${number(shown[place])}`);
+      const words = this.lines.map((line, place) => `${line.label} ${shown[place]}`);
       this.place.setAttribute("role", "img");
       this.place.setAttribute("aria-label", `${this.title.textContent}, newest values: ${words.join(", ")}`);
     }
@@ -166,13 +166,6 @@ function span(steps) {
   if (steps.length === 0) return [0, 1];
   const [first, last] = [steps[0], steps[steps.length - 1]];
   return first === last ? [first - 1, last + 1] : [first, last];
-}
-
-function newest(values) {
-  for (let index = values.length - 1; index >= 0; index -= 1) {
-    if (values[index] !== null) return values[index];
-  }
-  return null;
 }
 
 /** A flat line stands in the middle; else a tenth of room above and below. */

@@ -102,7 +102,7 @@ export class RunPicker {
     try {
       const use = await this.client.disk(run.run_id);
       const words =
-        `Delete the run ${run.name || run.run_id} with its checkpoints, previews and report ` +
+        `Delete the run ${run.name ? `${run.name} (${run.run_id})` : run.run_id} with its checkpoints, previews and report ` +
         `(${bytes(use.total)})? LoRA files outside its folder stay. This cannot be undone.`;
       if (!(await this.env.confirm("Delete run", words))) return;
       const done = await this.client.remove(run.run_id);
