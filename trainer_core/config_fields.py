@@ -257,3 +257,11 @@ def _texts(spec: FieldSpec, value: Any, text: bool) -> tuple[str, ...]:
     if not all(isinstance(item, str) for item in items):
         raise _wrong_type(spec, value)
     return tuple(_without_zero_byte(item) for item in items)
+
+
+def or_unset(spec: FieldSpec) -> str:
+    """What leaving the field out means: elsewhere 0 or -1 is often written for it."""
+    if spec.default is not None:
+        return ""
+    meaning = spec.help.partition("unset = ")[2].partition(", 0 = ")[0].partition(" (")[0]
+    return f", or leave it out ({meaning})" if meaning else ", or leave it out"

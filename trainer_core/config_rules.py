@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .config import PARTS, TrainConfig, part_alpha, part_rank, part_rate, trained_parts
-from .config_fields import FIELDS, FieldSpec, allowed, did_you_mean
+from .config_fields import FIELDS, FieldSpec, allowed, did_you_mean, or_unset
 from .config_rules_health import HEALTH_RULES
 from .config_rules_safety import SAFETY_RULES, safety_advice
 from .config_rules_training import TRAINING_RULES, training_advice
@@ -70,7 +70,7 @@ def field_problem(spec: FieldSpec, value: Any) -> Problem | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     why = _range_problem(spec, value)
-    return Problem(spec.key, value, why, f"Write {allowed(spec)}.") if why else None
+    return Problem(spec.key, value, why, f"Write {allowed(spec)}{or_unset(spec)}.") if why else None
 
 
 def _is_undecoded(value: object) -> bool:

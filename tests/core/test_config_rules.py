@@ -33,6 +33,23 @@ def broken(good: TrainConfig, settings: dict[str, Any]) -> list[str]:
     return [f"{problem.field}|{problem}" for problem in problems(with_settings(good, settings))]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("run.seed", -1, "or leave it out (drawn once, printed and stored)."),
+        ("run.max_train_steps", 0, "or leave it out (max_train_epochs)."),
+        ("run.max_train_epochs", 0, "of at least 1, or leave it out."),
+        ("lora.unet_rank", -1, "or leave it out (rank)."),
+        ("lora.rank", 0, "Write a whole number from 1 to 1024."),
+    ],
+)
+def test_a_number_that_means_unset_elsewhere_is_told_what_unset_is(
+    good: TrainConfig, key: str, value: float, said: str
+) -> None:
+    (problem,) = [text for text in broken(good, {key: value}) if text.startswith(f"{key}|")]
+    assert problem.endswith(said)
+
+
 def test_a_good_config_has_no_problem(good: TrainConfig) -> None:
     assert problems(good) == []
     assert advice(good) == []

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..draws import Draws
 from .records import Item, SampleRef
+from .scan_warnings import counted
 from .subset import Subset
 from .table import ItemTable
 
@@ -82,10 +83,10 @@ class BatchPlan:
         empty."""
         if accumulation <= self.micro_batches_per_epoch:
             return ""
+        batches = counted(self.micro_batches_per_epoch, "micro-batch", "micro-batches")
         return (
-            f"gradient.accumulation = {accumulation}, but an epoch has only {self.micro_batches_per_epoch} "
-            f"micro-batches, and a step ends with its epoch: every step sees {self.samples_per_epoch} samples. Raise "
-            "dataset.repeats for larger steps."
+            f"gradient.accumulation = {accumulation}, but an epoch has only {batches}, and a step ends with its epoch: "
+            f"every step sees {counted(self.samples_per_epoch, 'sample')}. Raise dataset.repeats for larger steps."
         )
 
     def batches(self, epoch: int) -> EpochBatches:

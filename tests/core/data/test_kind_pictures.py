@@ -338,7 +338,8 @@ def test_kind_bucket_one_picture_gives_a_step_an_epoch(cases: dict[str, Any], sc
     assert plan.steps_per_epoch(4) == 1
     assert len(plan.batches(0)) == 1
     assert plan.accumulation_note(1) == ""
-    assert "= 4, but an epoch has only 1 micro-batches" in plan.accumulation_note(4)
+    assert "= 4, but an epoch has only 1 micro-batch, and" in plan.accumulation_note(4)
+    assert "every step sees 1 sample." in plan.accumulation_note(4)
 
 
 def test_kind_bucket_seven_pictures_accumulation_four(tmp_path: Path, scan: Scan) -> None:
