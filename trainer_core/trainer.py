@@ -161,7 +161,7 @@ class Trainer:
             context=None if memory is None else memory.context,
             reduction=None if processes is None else Reduction(processes),
         )
-        self.measure: Callable[[StepWork], StepReading | None] = self.accumulation.measure
+        self.measure: Callable[[StepWork], StepReading | None] = lambda work: self.accumulation.measure(work)
         """Gradients and reading of a step; `hardware/compile_check.py` puts its own in this place."""
         if memory is not None:
             self.keepers["memory"] = memory.ladder
