@@ -108,7 +108,7 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     page.page.wait_for_timeout(800)
     page.picture(pictures(tmp_path) / f"rejected_{front_end}.png", "[data-testid=safe-scaler-panel]")
 
-    close_dialog(page)
+    close_dialog(page, front_end)
     edit_captions(page, comfyui, tmp_path)
     share_and_delete(page, comfyui, tmp_path)
 
@@ -127,9 +127,11 @@ def test_captions_queue_rejected_steps_share_and_delete(browser: Browser, comfyu
     page.page.close()
 
 
-def close_dialog(page: ComfyPage) -> None:
-    """1.27.10 shows a failed prompt in a dialog that covers the page."""
+def close_dialog(page: ComfyPage, front_end: str) -> None:
+    """1.27.10 shows a failed prompt in a dialog that covers the page, when the prompt ends: after the run did."""
     dialog = page.page.locator(".p-dialog-mask")
+    if front_end == "1.27.10":
+        dialog.wait_for(state="visible")
     if dialog.count():
         page.page.keyboard.press("Escape")
         dialog.wait_for(state="hidden")

@@ -42,7 +42,8 @@ def test_run_again_after_a_restart_of_the_server_goes_on_bit_equal(
     assert (run["state"], run["live"]) == ("stopped", False)
     assert 1 <= run["step"] < 12, "the run was over before the server was"
     choices = comfyui.get("/object_info/SafeScalerResume")["SafeScalerResume"]["input"]["required"]["checkpoint"][0]
-    assert f"{found} · step-{run['step']:08d} · verified · stopped" in choices
+    wanted = f"{found} · step-{run['step']:08d} · verified · stopped · "
+    assert [line for line in choices if line.startswith(wanted)], choices
     seen = comfyui.get(f"{API}/runs/{found}/snapshot")
     assert (seen["run"]["state"], seen["run"]["step"]) == ("stopped", run["step"])
 
