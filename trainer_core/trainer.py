@@ -78,15 +78,6 @@ class TrainState:
         return cls(**data)
 
 
-class Control(Protocol):
-    """What may be asked of a running trainer; see `runs.protocol.Commands`."""
-
-    @property
-    def stop_requested(self) -> bool: ...
-
-    def poll(self) -> None: ...
-
-
 class Keeper(Protocol):
     """Something that learns while a run goes on and must be in its checkpoints: JSON-safe state under a name."""
 

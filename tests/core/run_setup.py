@@ -8,6 +8,7 @@ from typing import Any
 
 from PIL import Image
 
+from trainer_core.build import TrainResult, start_run
 from trainer_core.config import TrainConfig
 from trainer_core.runs.protocol import Command, Commands
 
@@ -61,3 +62,21 @@ class Recorder:
     @property
     def losses(self) -> list[float]:
         return [data["loss"] for data in self.of("StepFinished")]
+
+
+def train(config: TrainConfig, stop_after: int | None = None) -> tuple[TrainResult, Recorder]:
+    """A new run of `config` in this process and what it told; stopped after the step `stop_after`, else whole."""
+    commands = Commands()
+    recorder = Recorder(commands, stop_after)
+    return start_run(config, commands=commands, sink=recorder), recorder
+
+
+def light_config(model: Path, output: Path, **sections: dict[str, Any]) -> TrainConfig:
+    """The attention of the UNet alone on four pictures of one shape, without the check before the first step."""
+    pictures = write_pictures(output / "pictures", 4, sizes=((32, 32),))
+    light: dict[str, dict[str, Any]] = {
+        "lora": {"rank": 2, "preset": "attention"},
+        "optimizer": {"te1_lr": 0.0, "te2_lr": 0.0},
+        "health": {"audit": "off"},
+    }
+    return small_config(model, pictures, output, **{**light, **sections})

@@ -84,6 +84,7 @@ def test_the_result_that_cannot_be_written_fails_the_run(
     recorder = Recorder()
     again = run(run_dir, sink=recorder)
     assert (again.status, again.step) == ("finished", 3)
+    assert again.message.startswith("Nothing was left to train: all 3 steps were done.")
     assert not recorder.of("StepFinished"), "nothing is trained again"
     assert again.lora == lora
     assert lora.read_bytes() != before

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from run_setup import Recorder, small_config, write_pictures
+from run_setup import Recorder, train, write_pictures
 from safetensors.torch import load_file
 
-from trainer_core.build import TrainResult, resume_run, start_run
+from trainer_core.build import resume_run, start_run
 from trainer_core.config import TrainConfig
 from trainer_core.diagnostics.report_data import read_run
 from trainer_core.diagnostics.report_memory import memory_sentence
@@ -25,20 +25,6 @@ from trainer_core.errors import CheckpointError, ConfigError
 from trainer_core.networks.file_check import body_hash
 from trainer_core.runs.protocol import Commands
 from trainer_core.trainer import Trainer
-
-
-def train(config: TrainConfig, stop_after: int | None = None) -> tuple[TrainResult, Recorder]:
-    commands = Commands()
-    recorder = Recorder(commands, stop_after)
-    return start_run(config, commands=commands, sink=recorder), recorder
-
-
-@pytest.fixture
-def config_for(micro_model: Path, pictures: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    def make(name: str = "out", **sections: dict[str, Any]) -> TrainConfig:
-        return small_config(micro_model, pictures, tmp_path / name, **sections)
-
-    return make
 
 
 def test_a_run_trains_every_part_and_leaves_a_proven_file(config_for: Callable[..., TrainConfig]) -> None:

@@ -8,52 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from run_setup import Recorder, small_config
+from run_setup import train
 
-from trainer_core.build import TrainResult, resume_run, start_run
+from trainer_core.build import resume_run
 from trainer_core.config import TrainConfig
 from trainer_core.errors import WeightsDifferError
-from trainer_core.export import Exporter
 from trainer_core.networks.file_check import body_hash
 from trainer_core.runs.platform import DurableIO
 from trainer_core.runs.protocol import Commands
 from trainer_core.trainer import Trainer
-
-
-def train(config: TrainConfig, stop_after: int | None = None) -> tuple[TrainResult, Recorder]:
-    commands = Commands()
-    recorder = Recorder(commands, stop_after)
-    return start_run(config, commands=commands, sink=recorder), recorder
-
-
-@pytest.fixture
-def config_for(micro_model: Path, pictures: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    def make(name: str = "out", **sections: dict[str, Any]) -> TrainConfig:
-        return small_config(micro_model, pictures, tmp_path / name, **sections)
-
-    return make
-
-
-def full_disk(self: Exporter, path: Path, step: int, *, require_effect: bool) -> Any:
-    raise OSError(28, "No space left on device")
-
-
-def test_a_run_whose_lora_cannot_be_written_has_not_finished(
-    config_for: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is told as failed with what to do, and a resume writes the file without training again."""
-    with monkeypatch.context() as broken:
-        broken.setattr(Exporter, "__call__", full_disk)
-        result, _ = train(config_for())
-    assert (result.status, result.exit_code, result.lora, result.checkpoint) == ("failed", 1, None, "step-00000004")
-    assert "the run has no LoRA" in result.message
-    assert "No space left on device" in result.message
-    recorder = Recorder()
-    done = resume_run(result.run_dir, sink=recorder)
-    assert (done.status, recorder.losses) == ("finished", [])
-    assert done.message.startswith("Nothing was left to train: all 4 steps were done.")
-    assert done.lora is not None
-    assert done.lora.is_file()
 
 
 def test_a_run_that_can_go_on_keeps_its_name(config_for: Callable[..., TrainConfig]) -> None:

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from run_setup import Recorder, small_config
+from run_setup import Recorder, small_config, train
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from trainer_core.build import TrainResult, resume_run, start_run
+from trainer_core.build import resume_run
 from trainer_core.config import TrainConfig
 from trainer_core.config_optimizers import find_kind, install_command
 from trainer_core.errors import ConfigError
 from trainer_core.networks.file_check import body_hash
-from trainer_core.runs.protocol import Commands
 
 STEPS = {"max_train_steps": 5}
 SHORT = {"max_train_steps": 2}
@@ -25,12 +24,6 @@ LOOKING: dict[str, Any] = {
     "preview": {"prompts": ("a red circle --s 1 --w 32 --h 32",), "every_steps": 2, "at_start": False},
     "validation": {"enabled": True, "split": 0.0, "every_steps": 2, "bands": 2},
 }
-
-
-def train(config: TrainConfig, stop_after: int | None = None) -> tuple[TrainResult, Recorder]:
-    commands = Commands()
-    recorder = Recorder(commands, stop_after)
-    return start_run(config, commands=commands, sink=recorder), recorder
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_setup import Recorder, small_config
+from run_setup import Recorder
 
 from trainer_core.build import create_run, resume_run, run, start_run
 from trainer_core.checkpoints.snapshot import SnapshotPool
@@ -196,14 +196,6 @@ def test_best_milestones_and_the_one_in_use_are_kept(tmp_path: Path) -> None:
     again.save(8)
     again.save(9)
     assert again.steps() == [9, 3]
-
-
-@pytest.fixture
-def config_for(micro_model: Path, pictures: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    def make(name: str = "out", **sections: dict[str, Any]) -> TrainConfig:
-        return small_config(micro_model, pictures, tmp_path / name, **sections)
-
-    return make
 
 
 def test_a_run_whose_disk_fails_goes_on_and_ends_the_same(

@@ -21,27 +21,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ResourceError
 from .platform import is_network_path
-from .record_check import SCHEMA_VERSION, STEP_TABLES, OpenedRecord, lacks_tables
-
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE steps (
-    attempt INTEGER NOT NULL, step INTEGER NOT NULL, seq INTEGER NOT NULL, applied INTEGER NOT NULL,
-    epoch INTEGER, loss REAL, loss_avg REAL, grad_norm REAL, lr TEXT, loss_scale REAL,
-    rejected INTEGER NOT NULL, rejected_steps INTEGER, reason TEXT, seconds REAL, samples_per_second REAL,
-    vram_gib REAL, eta_seconds REAL, clipped INTEGER, time REAL NOT NULL, PRIMARY KEY (attempt, step)) WITHOUT ROWID;
-CREATE TABLE events (seq INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL, type TEXT NOT NULL,
-    json TEXT NOT NULL);
-CREATE TABLE health (attempt INTEGER NOT NULL, step INTEGER NOT NULL, module TEXT NOT NULL, json TEXT NOT NULL,
-    PRIMARY KEY (attempt, step, module)) WITHOUT ROWID;
-CREATE TABLE validation (attempt INTEGER NOT NULL, step INTEGER NOT NULL, mean REAL, bands TEXT NOT NULL,
-    pictures INTEGER, seconds REAL, time REAL NOT NULL, PRIMARY KEY (attempt, step)) WITHOUT ROWID;
-CREATE TABLE previews (step INTEGER NOT NULL, file TEXT NOT NULL, prompt TEXT, idx INTEGER, seed INTEGER,
-    time REAL NOT NULL, PRIMARY KEY (step, file)) WITHOUT ROWID;
-CREATE TABLE checkpoints (step INTEGER NOT NULL, name TEXT PRIMARY KEY, bytes INTEGER, state TEXT NOT NULL,
-    seconds REAL, time REAL NOT NULL) WITHOUT ROWID;
-CREATE INDEX events_by_type ON events (type, step);
-"""
+from .record_schema import SCHEMA, SCHEMA_VERSION, STEP_TABLES, OpenedRecord, lacks_tables
 
 _ATTEMPT_TABLES = ("steps", "health", "validation")
 _UNRECORDED = frozenset({"StepFinished", "Heartbeat", "Ack"})
@@ -355,7 +335,7 @@ def _ensure_schema(connection: sqlite3.Connection, path: Path) -> bool:
         return False
     with connection:
         connection.execute("BEGIN IMMEDIATE")
-        for statement in _SCHEMA.split(";\n"):
+        for statement in SCHEMA.split(";\n"):
             if statement.strip():
                 connection.execute(statement)
         connection.execute("INSERT INTO meta VALUES ('pack_version', ?)", (__version__,))

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .database import check_version
-from .record_check import lacks_tables
+from .record_schema import lacks_tables
 
 Row = dict[str, Any]
 

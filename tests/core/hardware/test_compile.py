@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_setup import Recorder, small_config, write_pictures
+from run_setup import Recorder, light_config, write_pictures
 from torch import nn
 
 from trainer_core.build import TrainResult, resume_run, start_run
@@ -26,16 +26,7 @@ from trainer_core.trainer import Trainer
 
 @pytest.fixture
 def config(micro_model: Path, tmp_path: Path) -> TrainConfig:
-    return small_config(
-        micro_model,
-        write_pictures(tmp_path / "pictures", 4, sizes=((32, 32),)),
-        tmp_path,
-        lora={"rank": 2, "preset": "attention"},
-        optimizer={"te1_lr": 0.0, "te2_lr": 0.0},
-        health={"audit": "off"},
-        hardware={"compile": "eager"},
-        run={"max_train_steps": 4},
-    )
+    return light_config(micro_model, tmp_path, hardware={"compile": "eager"}, run={"max_train_steps": 4})
 
 
 @pytest.fixture

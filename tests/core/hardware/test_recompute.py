@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_setup import Recorder, small_config, write_pictures
+from run_setup import Recorder, light_config
 
 from trainer_core.build import start_run
 from trainer_core.config import TrainConfig
@@ -35,16 +35,7 @@ class _Larger(torch.autograd.Function):
 
 @pytest.fixture
 def config(micro_model: Path, tmp_path: Path) -> TrainConfig:
-    return small_config(
-        micro_model,
-        write_pictures(tmp_path / "pictures", 4, sizes=((32, 32),)),
-        tmp_path,
-        lora={"rank": 2, "preset": "attention"},
-        optimizer={"te1_lr": 0.0, "te2_lr": 0.0},
-        health={"audit": "off"},
-        hardware={"sentinel_every": 3},
-        run={"max_train_steps": 7},
-    )
+    return light_config(micro_model, tmp_path, hardware={"sentinel_every": 3}, run={"max_train_steps": 7})
 
 
 @pytest.fixture

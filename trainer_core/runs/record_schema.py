@@ -1,4 +1,4 @@
-"""Whether a run's record is whole, beyond what SQLite itself looks at."""
+"""The tables of a run's record, and whether a record is whole and still there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ from pathlib import Path
 from .platform import is_network_path
 
 SCHEMA_VERSION = 1
+
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE steps (
+    attempt INTEGER NOT NULL, step INTEGER NOT NULL, seq INTEGER NOT NULL, applied INTEGER NOT NULL,
+    epoch INTEGER, loss REAL, loss_avg REAL, grad_norm REAL, lr TEXT, loss_scale REAL,
+    rejected INTEGER NOT NULL, rejected_steps INTEGER, reason TEXT, seconds REAL, samples_per_second REAL,
+    vram_gib REAL, eta_seconds REAL, clipped INTEGER, time REAL NOT NULL, PRIMARY KEY (attempt, step)) WITHOUT ROWID;
+CREATE TABLE events (seq INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL, type TEXT NOT NULL,
+    json TEXT NOT NULL);
+CREATE TABLE health (attempt INTEGER NOT NULL, step INTEGER NOT NULL, module TEXT NOT NULL, json TEXT NOT NULL,
+    PRIMARY KEY (attempt, step, module)) WITHOUT ROWID;
+CREATE TABLE validation (attempt INTEGER NOT NULL, step INTEGER NOT NULL, mean REAL, bands TEXT NOT NULL,
+    pictures INTEGER, seconds REAL, time REAL NOT NULL, PRIMARY KEY (attempt, step)) WITHOUT ROWID;
+CREATE TABLE previews (step INTEGER NOT NULL, file TEXT NOT NULL, prompt TEXT, idx INTEGER, seed INTEGER,
+    time REAL NOT NULL, PRIMARY KEY (step, file)) WITHOUT ROWID;
+CREATE TABLE checkpoints (step INTEGER NOT NULL, name TEXT PRIMARY KEY, bytes INTEGER, state TEXT NOT NULL,
+    seconds REAL, time REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX events_by_type ON events (type, step);
+"""
 
 STEP_TABLES = ("steps", "health", "validation", "previews", "checkpoints")
 """Tables whose rows belong to a step."""
