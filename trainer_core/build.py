@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .assemble import Assembly, assemble
-from .checkpoints.manifest import STATE, SavedCheckpoint, newest_good, read_manifest
+from .checkpoints.manifest import Damaged, SavedCheckpoint, newest_good, read_manifest, read_scalars
 from .config import TrainConfig, trained_parts
 from .config_io import from_dict
 from .config_rules import problems
@@ -263,9 +262,9 @@ class _Runner:
         if kept is None:
             return 0, 0, 0
         try:
-            counters = json.loads((kept.path / STATE).read_text(encoding="utf-8"))["scalars"]["counters"]
+            counters = read_scalars(kept.path)["counters"]
             return kept.step, int(counters["applied"]), int(counters["rejected"])
-        except (OSError, ValueError, KeyError) as error:
+        except Damaged as error:
             log.warning("the counters of %s cannot be read: %s", kept.name, error)
             return kept.step, 0, 0
 
